@@ -1,0 +1,294 @@
+"""The two halves of a KV connector.
+
+The scheduler's half decides what to load, save and hand over; the worker's half moves the bytes.
+They share one metadata type, which rides in `SchedulerOutput.connector_meta`; the worker's
+`TransferReport` rides back in `ModelRunnerOutput`.
+
+What is called when, in one step::
+
+    scheduler's half                     worker's half
+    take_events()                        start_load_kv(meta)      before the forward pass
+    get_num_new_matched_tokens()         wait_for_layer_load()    before each layer's attention
+    update_state_after_alloc()           save_kv_layer()          after each layer's attention
+    build_connector_meta()               wait_for_save()          after the forward pass
+    update_connector_output()            get_finished()           once a step
+    request_finished()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.clock import Clock
+from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
+from pdcore.request import FinishReason, Request
+
+__all__ = [
+    "ConnectorEvents",
+    "ExternalMatch",
+    "FinishedBlocks",
+    "HandOver",
+    "KVCaches",
+    "KVConnector",
+    "KVLoad",
+    "SchedulerConnector",
+    "WorkerConnector",
+]
+
+
+@attrs.frozen(kw_only=True)
+class ExternalMatch:
+    """How much of a prompt a connector can bring.
+
+    Args:
+        num_tokens: tokens beyond the local ones; 0 when there is nothing.
+        is_async: True parks the request until the load is reported; False promises that the load
+            is done when `WorkerConnector.start_load_kv` returns.
+    """
+
+    num_tokens: int
+    is_async: bool = False
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class KVLoad:
+    """One load: which tokens go into which blocks.
+
+    Args:
+        transfer: names this attempt.
+        request: the request it is for.
+        num_local_tokens: tokens from the start that need no load; a multiple of the block size.
+        num_external_tokens: how many tokens to load after them.
+        block_ids: int32, the request's blocks that take them; the first one's first token is token
+            ``num_local_tokens`` of the prompt.
+        deadline: seconds on the scheduler's clock at which the scheduler gives up.
+    """
+
+    transfer: TransferKey
+    request: Request
+    num_local_tokens: int
+    num_external_tokens: int
+    block_ids: npt.NDArray[np.int32]
+    deadline: float
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class FinishedBlocks:
+    """The blocks of a request that just ended.
+
+    Args:
+        block_ids: int32, in order of position.
+        generations: int64, one for each block.
+        num_tokens: how many tokens from the start have their KV in them.
+        finish_reason: why it ended.
+    """
+
+    block_ids: npt.NDArray[np.int32]
+    generations: npt.NDArray[np.int64]
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+@attrs.frozen(kw_only=True)
+class HandOver:
+    """A connector's wish that the blocks of an ended request stay, and what to tell the decode side.
+
+    Args:
+        transfer_id: named again in `ConnectorEvents.finished_sending` when the blocks may go; None
+            keeps nothing.
+        kv_transfer_params: what the application passes on, or None.
+    """
+
+    transfer_id: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorEvents:
+    """What happened to transfers since the scheduler last asked.
+
+    Args:
+        finished_sending: hand-overs whose blocks may go: read, refused, or their lease ran out.
+        finished_recving: loads that are complete and vouched for.
+        failed: loads that are not, and never will be.
+    """
+
+    finished_sending: tuple[str, ...] = ()
+    finished_recving: tuple[TransferKey, ...] = ()
+    failed: tuple[LoadFailure, ...] = ()
+
+
+class SchedulerConnector(ABC):
+    """The half that lives beside the scheduler. Every method is called on the scheduler's thread
+    and must not block; a connector that talks to peers does so on threads of its own, started in
+    `start` and joined by `close`.
+
+    If a method that concerns one request raises, that request alone ends with ``error``.
+    """
+
+    def __init__(self) -> None:
+        self._reports: list[TransferReport] = []
+
+    def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:  # noqa: B027
+        """Begin work. ``notify`` wakes a sleeping engine loop; it may be called from any thread."""
+
+    def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:  # noqa: B027
+        """Take what each rank's `WorkerConnector.get_handshake_metadata` returned, by rank."""
+
+    def request_added(self, request: Request, uid: int) -> None:  # noqa: B027
+        """A request joined the queue. Check its ``kv_transfer_params``, renew its lease from now on.
+
+        Raises:
+            InvalidTransferParams: the parameters are not acceptable; the request is refused.
+        """
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_local_tokens: int
+    ) -> ExternalMatch | None:
+        """Say how many tokens beyond ``num_local_tokens`` can be loaded.
+
+        Called when the request could be admitted, perhaps in many steps: it must be repeatable and
+        change nothing. None means "ask me again in the next step".
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
+        """The blocks for a load are there: start it with the next metadata. Once per attempt."""
+
+    @abstractmethod
+    def undo_alloc(self, request: Request, load: KVLoad) -> None:
+        """The step that would have started the load was abandoned before it reached a worker."""
+
+    @abstractmethod
+    def build_connector_meta(self, output: SchedulerOutput) -> Any:
+        """Return what the workers must hear in this step, or None. Called once for every plan,
+        also for those without tokens. What it returned is never asked for again, unless
+        `rebuild_connector_meta` says that it was lost."""
+
+    def rebuild_connector_meta(self, meta: Any) -> None:  # noqa: B027
+        """``meta`` never reached a worker: say it again with the next plan."""
+
+    @abstractmethod
+    def request_finished(
+        self, request: Request, uid: int, blocks: FinishedBlocks
+    ) -> HandOver | None:
+        """A request ended, whether or not it ever had blocks. Called exactly once for each.
+
+        Returns:
+            What is to stay and what to tell the decode side; None when there is neither.
+        """
+
+    @abstractmethod
+    def cancel(self, transfer: TransferKey) -> None:
+        """Nobody wants this load any more. It must still be reported, as finished or failed, once
+        nothing writes to its blocks; until then they are in quarantine."""
+
+    def cut_off(self, transfer: TransferKey) -> None:  # noqa: B027
+        """A cancelled load was not reported within its limit: stop it by force."""
+
+    def update_connector_output(self, report: TransferReport) -> None:
+        """Take a worker's report. The default passes it on to `take_events` unchanged."""
+        if report:
+            self._reports.append(report)
+
+    def take_events(self) -> ConnectorEvents:
+        """Return what happened since the last call. Called at the start of every `schedule`.
+
+        Events may be late, repeated or about unknown transfers: the scheduler counts those.
+        """
+        reports, self._reports = self._reports, []
+        return ConnectorEvents(
+            finished_sending=tuple(name for r in reports for name in r.finished_sending),
+            finished_recving=tuple(key for r in reports for key in r.finished_recving),
+            failed=tuple(failure for r in reports for failure in r.failed),
+        )
+
+    def next_wakeup(self) -> float | None:
+        """When, on the scheduler's clock, a lease or deadline of the connector falls; or None."""
+        return None
+
+    def has_pending(self) -> bool:
+        """Whether the connector still owes an event for something that no request waits for."""
+        return False
+
+    def explain(self, request: Request) -> str | None:
+        """In words, what a parked request waits for, for `Scheduler.explain`."""
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """Stop and join every thread. May be called twice."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class KVCaches:
+    """A worker's KV memory, as a connector sees it.
+
+    Args:
+        buffer: the whole cache, block-major and contiguous: a numpy array or a torch tensor whose
+            first axis counts blocks.
+        bytes_per_block: size of one block.
+        fingerprint: describes model, dtype and layout; two caches with equal fingerprints can
+            exchange blocks as bytes.
+    """
+
+    buffer: Any
+    bytes_per_block: int
+    fingerprint: str
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.buffer.shape[0])
+
+
+class WorkerConnector(ABC):
+    """The half that lives beside the model. Called on the worker's thread, in step order."""
+
+    @abstractmethod
+    def register_kv_caches(self, caches: KVCaches) -> None:
+        """Take the KV memory. Called once, before the first step."""
+
+    def get_handshake_metadata(self) -> Any:
+        """What a peer must know to reach this rank's memory; picklable, or None."""
+        return None
+
+    @abstractmethod
+    def start_load_kv(self, meta: Any) -> None:
+        """Begin the loads of this step's metadata. Asynchronous loads must not block here."""
+
+    def wait_for_layer_load(self, layer: int) -> None:  # noqa: B027
+        """Block until a layer's synchronous loads are in place."""
+
+    def save_kv_layer(self, layer: int) -> None:  # noqa: B027
+        """The layer's KV of this step has been written."""
+
+    def wait_for_save(self) -> None:  # noqa: B027
+        """Block until what this step must save may be overwritten."""
+
+    @abstractmethod
+    def get_finished(self) -> TransferReport:
+        """Report what ended since the last call. Called once a step, also in steps without tokens.
+
+        If it raises, the executor reports the loads in flight as failed and goes on.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Stop and join every thread, and let go of the KV memory. May be called twice."""
+
+
+class KVConnector(ABC):
+    """Makes the two halves of one connector. Picklable, so that it can travel to the workers."""
+
+    @abstractmethod
+    def scheduler_side(self) -> SchedulerConnector:
+        """Make the half for the scheduler. Call once."""
+
+    @abstractmethod
+    def worker_side(self, rank: int = 0) -> WorkerConnector:
+        """Make the half for the worker of one rank. Call once for each rank."""

@@ -1,0 +1,33 @@
+"""The KV block manager: blocks and their owners, prefixes and their names."""
+
+from pdcore.kvcache.base import BlockCounts, BlockPool
+from pdcore.kvcache.events import BlockRemoved, BlockStored, CacheCleared, KVEvent
+from pdcore.kvcache.eviction import EvictionOrder, LRUOrder
+from pdcore.kvcache.holds import Hold, HoldReason
+from pdcore.kvcache.manager import BlockTableDelta, KVCacheManager, PrefixHit
+from pdcore.kvcache.pool import LRUBlockPool
+from pdcore.kvcache.prefix import BlockHasher, PrefixHasher
+from pdcore.kvcache.sequence import TokenSequence
+from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
+
+__all__ = [
+    "BlockCounts",
+    "BlockHasher",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "BlockTableDelta",
+    "CacheCleared",
+    "EvictionOrder",
+    "Hold",
+    "HoldReason",
+    "KVCacheConfig",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "KVEvent",
+    "LRUBlockPool",
+    "LRUOrder",
+    "PrefixHasher",
+    "PrefixHit",
+    "TokenSequence",
+]

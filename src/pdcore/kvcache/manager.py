@@ -1,0 +1,371 @@
+"""The KV of requests: which blocks hold it, what can be shared, and what a step must add."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.errors import ConfigError, InvariantBroken, OutOfBlocks
+from pdcore.kvcache.base import BlockPool
+from pdcore.kvcache.prefix import PrefixHasher
+from pdcore.kvcache.sequence import TokenSequence
+from pdcore.kvcache.spec import KVCacheSpec
+
+__all__ = ["BlockTableDelta", "KVCacheManager", "PrefixHit"]
+
+BlockIds = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.int32]
+
+_NO_BLOCKS = np.zeros(0, np.int32)
+
+
+@attrs.frozen(eq=False)
+class PrefixHit:
+    """The cached start of a sequence.
+
+    Args:
+        block_ids: int32, its blocks, not retained yet.
+        num_tokens: how many tokens they hold.
+    """
+
+    block_ids: BlockIds
+    num_tokens: int
+
+
+@attrs.frozen(eq=False)
+class BlockTableDelta:
+    """Changes to block tables: ``table[rows[i], positions[i]] = ids[i]``, all int32."""
+
+    rows: Rows
+    positions: Rows
+    ids: BlockIds
+
+    @classmethod
+    def empty(cls) -> BlockTableDelta:
+        """No change."""
+        return cls(_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
+
+    @classmethod
+    def join(cls, deltas: list[BlockTableDelta]) -> BlockTableDelta:
+        """Several changes as one, in order."""
+        deltas = [delta for delta in deltas if delta.ids.size]
+        if len(deltas) < 2:
+            return deltas[0] if deltas else cls.empty()
+        return cls(
+            np.concatenate([delta.rows for delta in deltas]),
+            np.concatenate([delta.positions for delta in deltas]),
+            np.concatenate([delta.ids for delta in deltas]),
+        )
+
+
+class KVCacheManager:
+    """Keeps the block tables of running requests and shares prefixes between requests.
+
+    A row's table is columns of one array, so a decode step for all rows is a few array operations
+    (`grow`). Requests without a row, which are being loaded, keep their blocks as plain arrays.
+
+    Args:
+        pool: where blocks come from.
+        enable_prefix_caching: whether requests share blocks with equal prefixes.
+        groups: the cache groups of the model. One group is supported: full attention, or one
+            sliding window for all layers. None means full attention.
+        hasher: how prefixes are named; a `PrefixHasher` with a random secret when None.
+
+    Raises:
+        ConfigError: more than one group, or a group with another block size than the pool's.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        enable_prefix_caching: bool = True,
+        groups: tuple[KVCacheSpec, ...] | None = None,
+        hasher: PrefixHasher | None = None,
+    ) -> None:
+        if groups is not None and len(groups) != 1:
+            raise ConfigError(
+                f"{len(groups)} cache groups were given; one is supported. A model that mixes "
+                "kinds of attention cannot be served yet."
+            )
+        if groups and groups[0].block_size != pool.block_size:
+            raise ConfigError(
+                f"the group's block_size={groups[0].block_size} and the pool's "
+                f"block_size={pool.block_size} differ; make them equal"
+            )
+        self.pool = pool
+        self.block_size = pool.block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.sliding_window = groups[0].sliding_window if groups else None
+        self.hasher = hasher or PrefixHasher(pool.block_size)
+        self.block_table = np.zeros((0, 0), np.int32)
+        self.num_blocks = np.zeros(0, np.int32)
+        self._num_published = np.zeros(0, np.int32)
+        self._num_pruned = np.zeros(0, np.int32)
+        self._recording = False
+        self._undo: list[Callable[[], None]] = []
+
+    def reserve_rows(self, num_rows: int, max_model_len: int) -> None:
+        """Make room for the tables. Called once, by the scheduler."""
+        self.block_table = np.zeros((num_rows, self.blocks_for(max_model_len)), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+        self._num_published = np.zeros(num_rows, np.int32)
+        self._num_pruned = np.zeros(num_rows, np.int32)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def max_blocks_for(self, num_tokens: int, *, chunk: int) -> int:
+        """The most blocks that a sequence holds at once, computed ``chunk`` tokens a step.
+
+        Behind a sliding window blocks are given back, so a long sequence needs no more than the
+        window and a chunk.
+        """
+        if self.sliding_window is None:
+            return self.blocks_for(num_tokens)
+        return min(self.blocks_for(num_tokens), self.blocks_for(self.sliding_window + chunk) + 1)
+
+    def capacity_tokens(self, *, chunk: int) -> int | None:
+        """The most tokens whose KV one sequence can have in this pool; None when there is no end.
+
+        Behind a sliding window a sequence may go on for ever, if window and chunk fit.
+        """
+        if self.sliding_window is not None:
+            least = self.blocks_for(self.sliding_window + chunk) + 1
+            if least <= self.pool.num_usable_blocks:
+                return None
+        return self.pool.num_usable_blocks * self.block_size
+
+    def begin(self, step: int) -> None:
+        """Start recording a step's changes."""
+        self._recording = True
+        self._undo.clear()
+        self.pool.begin(step)
+
+    def end(self) -> None:
+        """The step's planning is over; what follows cannot be rolled back exactly."""
+        self._recording = False
+
+    def rollback(self, step: int) -> None:
+        """Undo every change since ``begin(step)``, in tables and pool."""
+        self._recording = False
+        while self._undo:
+            self._undo.pop()()
+        self.pool.rollback(step)
+
+    def get_computed_blocks(self, sequence: TokenSequence) -> PrefixHit:
+        """Find the longest cached prefix that leaves at least one token to compute.
+
+        Pure: nothing is retained. Cost: the keys are computed once for each sequence, then one
+        dictionary look-up a block.
+        """
+        if not self.enable_prefix_caching:
+            return PrefixHit(_NO_BLOCKS, 0)
+        self._extend_keys(sequence)
+        ids = self.pool.lookup(sequence.keys[: (len(sequence) - 1) // self.block_size])
+        return PrefixHit(ids, ids.size * self.block_size)
+
+    def allocate_slots(
+        self,
+        hit: PrefixHit,
+        num_tokens: int,
+        *,
+        must_fit_tokens: int,
+        chunk: int,
+        num_reserved: int = 0,
+    ) -> BlockIds:
+        """Retain a hit and add blocks, so that the first ``num_tokens`` tokens have slots.
+
+        Args:
+            hit: the cached start; may be empty.
+            num_tokens: how many tokens need slots now, those of the hit included.
+            must_fit_tokens: how many must find room, though slots are not taken yet for all.
+            chunk: the most tokens of one step, for sequences behind a sliding window.
+            num_reserved: blocks that must stay free for others.
+
+        Returns:
+            int32, all blocks in order of position.
+
+        Raises:
+            OutOfBlocks: there is not enough room; nothing has changed.
+        """
+        full = self.max_blocks_for(must_fit_tokens, chunk=chunk)
+        needed = max(full, self.blocks_for(num_tokens)) - hit.block_ids.size
+        needed += self.pool.num_evictable(hit.block_ids)
+        available = self.pool.num_free_blocks - num_reserved
+        if needed > available:
+            raise OutOfBlocks(needed, max(available, 0))
+        if hit.block_ids.size:
+            self.pool.retain(hit.block_ids)
+        fresh = self.pool.allocate(self.blocks_for(num_tokens) - hit.block_ids.size)
+        return np.concatenate((hit.block_ids, fresh)) if hit.block_ids.size else fresh
+
+    def bind(self, row: int, block_ids: BlockIds, *, num_published: int) -> None:
+        """Give a row its blocks; the first ``num_published`` have their keys already."""
+        self.block_table[row, : block_ids.size] = block_ids
+        self.num_blocks[row] = block_ids.size
+        self._num_published[row] = num_published
+        self._num_pruned[row] = 0
+        self._record(lambda: self.num_blocks.__setitem__(row, 0))
+
+    def needed_blocks(self, rows: Rows, num_tokens: npt.NDArray[np.int32]) -> Rows:
+        """How many blocks each row lacks so that its first ``num_tokens`` tokens have slots."""
+        needed = (num_tokens + (self.block_size - 1)) // self.block_size
+        needed -= self.num_blocks[rows]
+        return np.maximum(needed, 0, out=needed)
+
+    def grow(self, rows: Rows, needed: Rows) -> BlockTableDelta:
+        """Add ``needed`` blocks to each row: the decode path. A fixed number of array operations.
+
+        Raises:
+            OutOfBlocks: there are not enough for all rows; nothing has changed.
+        """
+        total = int(needed.sum())
+        if not total:
+            return BlockTableDelta.empty()
+        ids = self.pool.allocate(total)
+        growing = needed > 0
+        rows, needed = rows[growing], needed[growing]
+        start = self.num_blocks[rows]
+        if total == rows.size:
+            delta = BlockTableDelta(rows, start, ids)
+        else:
+            within = np.arange(total, dtype=np.int32)
+            within -= np.repeat(np.cumsum(needed, dtype=np.int32) - needed, needed)
+            delta = BlockTableDelta(np.repeat(rows, needed), np.repeat(start, needed) + within, ids)
+        self.block_table[delta.rows, delta.positions] = ids
+        self.num_blocks[rows] = start + needed
+        self._record(lambda: self.num_blocks.__setitem__(rows, start))
+        return delta
+
+    def rows_to_publish(
+        self, rows: Rows, num_tokens: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.intp]:
+        """Indices of the rows whose first ``num_tokens`` tokens fill a block without a key."""
+        if not self.enable_prefix_caching:
+            return np.zeros(0, np.intp)
+        return np.flatnonzero(num_tokens // self.block_size > self._num_published[rows])
+
+    def publish(self, row: int, sequence: TokenSequence, num_tokens: int, *, step: int) -> None:
+        """Publish a row's full blocks among its first ``num_tokens`` tokens, filled by ``step``."""
+        before = int(self._num_published[row])
+        after = num_tokens // self.block_size
+        self._extend_keys(sequence)
+        self._num_published[row] = after
+        self._record(lambda: self._num_published.__setitem__(row, before))
+        self._publish(self.block_table[row, before:after], sequence, before, step)
+
+    def publish_loaded(self, block_ids: BlockIds, sequence: TokenSequence, *, start: int) -> None:
+        """Publish full blocks, from block ``start`` on, whose data is there already.
+
+        Args:
+            block_ids: all blocks of the sequence, in order of position.
+            sequence: what they hold.
+            start: how many of them have their keys already.
+        """
+        if self.enable_prefix_caching:
+            self._extend_keys(sequence)
+            step = -1
+            self._publish(block_ids[start:], sequence, start, step)
+            self.pool.commit(step)
+
+    def prune(self, rows: Rows, num_processed: npt.NDArray[np.int32]) -> BlockTableDelta:
+        """Give back blocks that lie wholly behind the sliding window.
+
+        Args:
+            rows: rows about to run.
+            num_processed: int32, for each, the tokens whose steps are done; steps in flight may
+                still read behind the window of those that are only planned.
+        """
+        if self.sliding_window is None:
+            return BlockTableDelta.empty()
+        behind = (num_processed - self.sliding_window + 1) // self.block_size
+        deltas = []
+        for row, end in zip(rows.tolist(), behind.tolist(), strict=True):
+            start = int(self._num_pruned[row])
+            if end > start:
+                deltas.append(self._prune(row, start, end))
+        return BlockTableDelta.join(deltas)
+
+    def recount_published(self, rows: Rows) -> None:
+        """After keys were withdrawn: count anew which blocks of each row still have theirs."""
+        for row in rows.tolist():
+            start = int(self._num_pruned[row])
+            keys = self.pool.keys(self.block_table[row, start : self._num_published[row]])
+            kept = next((place for place, key in enumerate(keys) if key is None), len(keys))
+            self._num_published[row] = start + kept
+
+    def row_blocks(self, row: int) -> BlockIds:
+        """A copy of a row's table, in order of position."""
+        ids: BlockIds = self.block_table[row, : self.num_blocks[row]].copy()
+        return ids
+
+    def free(self, row: int) -> None:
+        """Release a row's blocks, the last first, so that the start of a prefix stays longest."""
+        ids = self.row_blocks(row)
+        self.pool.release(ids[::-1])
+        self.num_blocks[row] = 0
+        published, pruned = int(self._num_published[row]), int(self._num_pruned[row])
+
+        def undo() -> None:
+            self.bind(row, ids, num_published=published)
+            self._num_pruned[row] = pruned
+
+        self._record(undo)
+
+    def check(self, rows: Rows) -> None:
+        """Audit the pool and the tables of the rows in use."""
+        self.pool.check()
+        unused = np.setdiff1d(np.arange(self.num_blocks.size), rows)
+        if self.num_blocks[unused].any():
+            raise InvariantBroken(f"rows without a request have blocks: {unused.tolist()}")
+        for row in rows.tolist():
+            ids = self.row_blocks(row)
+            real = ids[ids != 0]
+            if np.unique(real).size != real.size:
+                raise InvariantBroken(f"row {row} has a block twice: {ids.tolist()}")
+            if np.count_nonzero(ids == 0) != self._num_pruned[row]:
+                raise InvariantBroken(f"row {row} has null blocks within its window")
+
+    def fingerprint(self, rows: Rows) -> bytes:
+        """A digest of pool and tables."""
+        digest = hashlib.blake2b(self.pool.fingerprint(), digest_size=16)
+        for row in rows.tolist():
+            digest.update(self.row_blocks(row).tobytes())
+            digest.update(self._num_published[row].tobytes() + self._num_pruned[row].tobytes())
+        return digest.digest()
+
+    def _record(self, undo: Callable[[], None]) -> None:
+        if self._recording:
+            self._undo.append(undo)
+
+    def _extend_keys(self, sequence: TokenSequence) -> None:
+        start = len(sequence.keys) * self.block_size
+        if len(sequence) - start >= self.block_size:
+            root = b"" if start else self.hasher.root(sequence.cache_salt, sequence.lora)
+            tokens = sequence.slice(start, len(sequence))
+            self.hasher.extend(sequence.keys, root, tokens, start=start)
+
+    def _publish(self, block_ids: BlockIds, sequence: TokenSequence, start: int, step: int) -> None:
+        keys = sequence.keys[start : start + block_ids.size]
+        parent = sequence.keys[start - 1] if start else None
+        self.pool.publish(block_ids[: len(keys)], keys, step, parent=parent)
+
+    def _prune(self, row: int, start: int, end: int) -> BlockTableDelta:
+        ids = self.block_table[row, start:end].copy()
+        self.block_table[row, start:end] = 0
+        self._num_pruned[row] = end
+        self.pool.release(ids[::-1])
+
+        def undo() -> None:
+            self.block_table[row, start:end] = ids
+            self._num_pruned[row] = start
+
+        self._record(undo)
+        positions = np.arange(start, end, dtype=np.int32)
+        return BlockTableDelta(np.full(ids.size, row, np.int32), positions, np.zeros_like(ids))

@@ -1,0 +1,400 @@
+"""The reference block pool: arrays for owners, a stack of free blocks, an LRU of cached ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.errors import BlockMisuse, InvariantBroken, OutOfBlocks
+from pdcore.kvcache.base import BlockCounts, BlockPool
+from pdcore.kvcache.events import BlockRemoved, BlockStored, CacheCleared, KVEvent
+from pdcore.kvcache.eviction import EvictionOrder, LRUOrder
+from pdcore.kvcache.holds import Hold, HoldReason
+from pdcore.kvcache.index import PrefixIndex
+
+__all__ = ["LRUBlockPool"]
+
+BlockIds = npt.NDArray[np.int32]
+
+
+class LRUBlockPool(BlockPool):
+    """A `BlockPool` that evicts the least recently released prefix.
+
+    Every call costs a fixed number of array operations, plus a dictionary operation for each key
+    that is published, found or dropped. A pool takes about 50 bytes a block.
+
+    Args:
+        num_blocks: how many blocks there are, the null block included; at least 2.
+        block_size: tokens in a block.
+        eviction: the order in which cached blocks go; `LRUOrder` when None.
+        enable_events: whether `events` reports changes; without it, it is always empty.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        eviction: EvictionOrder | None = None,
+        enable_events: bool = False,
+    ) -> None:
+        super().__init__(num_blocks, block_size)
+        self._num_refs = np.zeros(num_blocks, np.int32)
+        self._num_holds = np.zeros(num_blocks, np.int32)
+        self._num_quarantines = np.zeros(num_blocks, np.int32)
+        self._generation = np.zeros(num_blocks, np.int64)
+        self._key: list[bytes | None] = [None] * num_blocks
+        # Popped from the end, so that a new pool hands out 1, 2, 3, ...
+        self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
+        self._num_free = num_blocks - 1
+        self._evictable = eviction or LRUOrder(num_blocks)
+        self._index = PrefixIndex()
+        self._scratch = np.zeros(num_blocks, np.int32)
+        self._provisional: dict[int, dict[int, tuple[bytes, bytes | None]]] = {}
+        self._published_by: dict[int, int] = {}
+        self._holds: dict[int, Hold] = {}
+        self._num_holds_made = 0
+        self._step: int | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._enable_events = enable_events
+        self._events: list[KVEvent] = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._num_free + len(self._evictable)
+
+    def allocate(self, n: int) -> BlockIds:
+        if n > self.num_free_blocks:
+            raise OutOfBlocks(n, self.num_free_blocks)
+        num_plain = min(n, self._num_free)
+        ids = self._pop_free(num_plain)
+        if num_plain < n:
+            ids = np.concatenate((ids, self._evict(n - num_plain)))
+        self._num_refs[ids] = 1
+        self._generation[ids] += 1
+        self._record(lambda: self._num_refs.__setitem__(ids, 0))
+        return ids
+
+    def retain(self, ids: BlockIds) -> None:
+        ids = self._without_null(ids)
+        ownerless = ids[(self._num_refs[ids] == 0) & (self._num_holds[ids] == 0)]
+        if ownerless.size:
+            ownerless = self._distinct(ownerless)
+            if not self._evictable.contains(ownerless).all():
+                raise BlockMisuse(
+                    f"retain({ids.tolist()}): a free block cannot be retained, only allocated"
+                )
+            self._record(self._evictable.discard(ownerless))
+        np.add.at(self._num_refs, ids, 1)
+        self._record(lambda: np.subtract.at(self._num_refs, ids, 1))
+
+    def release(self, ids: BlockIds) -> None:
+        ids = self._without_null(ids)
+        np.subtract.at(self._num_refs, ids, 1)
+        left = self._num_refs[ids]
+        if ids.size and left.min() < 0:
+            np.add.at(self._num_refs, ids, 1)
+            raise BlockMisuse(
+                f"release({ids.tolist()}): blocks {ids[left < 0].tolist()} have fewer references "
+                "than that. Each retain or allocate allows one release."
+            )
+        self._record(lambda: np.add.at(self._num_refs, ids, 1))
+        self._give_back(self._distinct(ids[(left == 0) & (self._num_holds[ids] == 0)]))
+
+    def lookup(self, keys: Sequence[bytes]) -> BlockIds:
+        return np.array(self._index.lookup(keys), np.int32)
+
+    def num_evictable(self, ids: BlockIds) -> int:
+        return int(np.count_nonzero(self._evictable.contains(ids)))
+
+    def publish(
+        self, ids: BlockIds, keys: Sequence[bytes], step: int, *, parent: bytes | None = None
+    ) -> None:
+        blocks = ids.tolist()
+        if len(blocks) != len(keys):
+            raise BlockMisuse(f"publish() got {len(blocks)} blocks and {len(keys)} keys")
+        for block in blocks:
+            if self._key[block] is not None or not (
+                block > 0 and (self._num_refs[block] or self._num_holds[block])
+            ):
+                raise BlockMisuse(f"block {block} cannot be published: it has a key or no owner")
+        provisional = self._provisional.setdefault(step, {})
+        for block, key in zip(blocks, keys, strict=True):
+            self._key[block] = key
+            self._index.add(key, block)
+            provisional[block] = (key, parent)
+            self._published_by[block] = step
+            parent = key
+        self._record(lambda: self._unpublish(blocks))
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._undo.clear()
+
+    def commit(self, step: int) -> None:
+        if step == self._step:
+            self._step = None
+            self._undo.clear()
+        for block, (key, parent) in self._provisional.pop(step, {}).items():
+            del self._published_by[block]
+            if self._enable_events:
+                self._events.append(BlockStored(key, parent, block))
+
+    def withdraw(self, step: int, ids: BlockIds | None = None) -> None:
+        provisional = self._provisional.get(step, {})
+        blocks = [b for b in (provisional if ids is None else ids.tolist()) if b in provisional]
+        if not blocks:
+            return
+        dropped = [(block, *self._forget(block)) for block in blocks]
+        self._record(lambda: self._remember(dropped))
+        array = np.array(blocks, np.int32)
+        loose = array[self._evictable.contains(array)]
+        self._record(self._evictable.discard(loose))
+        self._give_back(loose)
+
+    def rollback(self, step: int) -> None:
+        if step != self._step:
+            raise BlockMisuse(
+                f"rollback({step}) comes after begin({self._step}): only the newest step can be "
+                "undone exactly"
+            )
+        while self._undo:
+            self._undo.pop()()
+        if not self._provisional.get(step):
+            self._provisional.pop(step, None)
+        self._step = None
+
+    def hold(
+        self,
+        ids: BlockIds,
+        *,
+        owner: Hashable,
+        reason: HoldReason,
+        deadline: float | None = None,
+    ) -> Hold:
+        ids = np.array(ids, np.int32)
+        inside = ids.size and ids.min() > 0 and ids.max() < self.num_blocks
+        if not inside or self._distinct(ids).size != ids.size:
+            raise BlockMisuse(
+                f"hold({ids.tolist()}): needs distinct blocks in 1..{self.num_blocks}"
+            )
+        ownerless = ids[(self._num_refs[ids] == 0) & (self._num_holds[ids] == 0)]
+        if not self._evictable.contains(ownerless).all():
+            raise BlockMisuse(f"hold({ids.tolist()}): a free block cannot be held")
+        self._record(self._evictable.discard(ownerless))
+        self._num_holds_made += 1
+        hold = Hold(
+            hold_id=self._num_holds_made,
+            block_ids=ids,
+            owner=owner,
+            reason=reason,
+            deadline=deadline,
+        )
+        self._add_hold(hold, 1)
+        self._record(lambda: self._add_hold(hold, -1))
+        return hold
+
+    def release_hold(self, hold: Hold) -> None:
+        if self._holds.get(hold.hold_id) is not hold:
+            raise BlockMisuse(f"the hold of {hold.owner!r} on {hold.block_ids.tolist()} has ended")
+        self._add_hold(hold, -1)
+        self._record(lambda: self._add_hold(hold, 1))
+        ids = hold.block_ids[::-1]
+        self._give_back(ids[(self._num_refs[ids] == 0) & (self._num_holds[ids] == 0)])
+
+    def holds(self) -> tuple[Hold, ...]:
+        return tuple(self._holds[hold_id] for hold_id in sorted(self._holds))
+
+    def generation(self, ids: BlockIds) -> npt.NDArray[np.int64]:
+        return self._generation[ids]
+
+    def keys(self, ids: BlockIds) -> list[bytes | None]:
+        return [self._key[block] for block in ids.tolist()]
+
+    def counts(self) -> BlockCounts:
+        referenced = self._num_refs > 0
+        quarantined = ~referenced & (self._num_quarantines > 0)
+        held = ~referenced & (self._num_holds > 0) & ~quarantined
+        return BlockCounts(
+            free=self._num_free,
+            evictable=len(self._evictable),
+            referenced=int(np.count_nonzero(referenced)),
+            held=int(np.count_nonzero(held)),
+            quarantined=int(np.count_nonzero(quarantined)),
+        )
+
+    def reset(self) -> bool:
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        ids = self._evictable.ids()
+        for block in ids.tolist():
+            self._key[block] = None
+        self._index.clear()
+        self._provisional.clear()
+        self._published_by.clear()
+        self._evictable.discard(ids)
+        self._undo.clear()
+        self._step = None
+        self._give_back(ids)
+        if self._enable_events:
+            self._events.append(CacheCleared())
+        return True
+
+    def events(self) -> list[KVEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def check(self) -> None:
+        counts = self.counts()
+        free, evictable = self._free[: self._num_free], self._evictable.ids()
+        keyed = [block for block, key in enumerate(self._key) if key is not None]
+        indexed = [(block, key) for key, blocks in self._index.items() for block in blocks]
+        faults = {
+            f"the classes add up to {counts.total}, not {self.num_usable_blocks}: {counts}": (
+                counts.total != self.num_usable_blocks
+            ),
+            "a block is free or evictable twice, or is the null block": (
+                np.bincount(np.concatenate((free, evictable, [0])), minlength=1).max() > 1
+            ),
+            "a free or evictable block has an owner": bool(
+                (self._num_refs[free] + self._num_holds[free]).any()
+                or (self._num_refs[evictable] + self._num_holds[evictable]).any()
+            ),
+            "a count is negative": bool(
+                min(self._num_refs.min(), self._num_holds.min(), self._num_quarantines.min()) < 0
+            ),
+            "a free block has a key": any(self._key[block] is not None for block in free),
+            "an evictable block has no key": any(self._key[b] is None for b in evictable),
+            "the index and the blocks' keys differ": (
+                sorted(block for block, _ in indexed) != keyed
+                or any(self._key[block] != key for block, key in indexed)
+            ),
+            "the length of the eviction order is wrong": len(self._evictable) != evictable.size,
+            "the null block has an owner or a key": bool(
+                self._num_refs[0] or self._num_holds[0] or self._key[0] is not None
+            ),
+        }
+        broken = [fault for fault, present in faults.items() if present]
+        if broken:
+            raise InvariantBroken("; ".join(broken))
+
+    def fingerprint(self) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (
+            self._free[: self._num_free],
+            self._evictable.ids(),
+            self._num_refs,
+            self._num_holds,
+            self._num_quarantines,
+        ):
+            digest.update(array.tobytes())
+        digest.update(repr(sorted(self._index.items())).encode())
+        digest.update(repr(sorted(self._published_by.items())).encode())
+        return digest.digest()
+
+    def _record(self, undo: Callable[[], None]) -> None:
+        if self._step is not None:
+            self._undo.append(undo)
+
+    def _without_null(self, ids: BlockIds) -> BlockIds:
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.num_blocks):
+            raise BlockMisuse(f"blocks {ids.tolist()} are not all in 0..{self.num_blocks - 1}")
+        return ids if ids.all() else ids[ids != 0]
+
+    def _distinct(self, ids: BlockIds) -> BlockIds:
+        """Drop all but the last mention of each block, keeping the order."""
+        if ids.size < 2:
+            return ids
+        places = np.arange(ids.size, dtype=np.int32)
+        self._scratch[ids] = places
+        kept = self._scratch[ids] == places
+        return ids if kept.all() else ids[kept]
+
+    def _pop_free(self, n: int) -> BlockIds:
+        self._num_free -= n
+        top = self._num_free
+        ids = self._free[top : top + n][::-1].copy()
+
+        def undo() -> None:
+            self._free[top : top + n] = ids[::-1]
+            self._num_free += n
+
+        if n:
+            self._record(undo)
+        return ids
+
+    def _evict(self, n: int) -> BlockIds:
+        ids, undo = self._evictable.pop(n)
+        self._record(undo)
+        dropped = [(block, *self._forget(block)) for block in ids.tolist()]
+        self._record(lambda: self._remember(dropped))
+        return ids
+
+    def _give_back(self, ids: BlockIds) -> None:
+        """Blocks that just lost their last owner become evictable, or free without a key."""
+        if not ids.size:
+            return
+        key = self._key
+        cached = np.array([key[block] is not None for block in ids.tolist()])
+        plain, keyed = ids[~cached], ids[cached]
+        if keyed.size:
+            self._record(self._evictable.append(keyed))
+        if plain.size:
+            self._free[self._num_free : self._num_free + plain.size] = plain[::-1]
+            self._num_free += plain.size
+            self._record(lambda: setattr(self, "_num_free", self._num_free - plain.size))
+
+    def _forget(
+        self, block: int
+    ) -> tuple[bytes, tuple[int, ...], int | None, tuple[bytes, bytes | None] | None]:
+        """Drop a block's key; return what `_remember` needs to bring it back."""
+        key = self._key[block]
+        assert key is not None
+        self._key[block] = None
+        before = self._index.remove(key, block)
+        step = self._published_by.pop(block, None)
+        if step is not None:
+            return key, before, step, self._provisional[step].pop(block)
+        if self._enable_events:
+            self._events.append(BlockRemoved(key, block))
+        return key, before, None, None
+
+    def _remember(
+        self,
+        dropped: list[
+            tuple[int, bytes, tuple[int, ...], int | None, tuple[bytes, bytes | None] | None]
+        ],
+    ) -> None:
+        for block, key, before, step, provisional in reversed(dropped):
+            self._key[block] = key
+            self._index.restore(key, before)
+            if step is not None and provisional is not None:
+                self._published_by[block] = step
+                self._provisional[step][block] = provisional
+            elif self._enable_events:
+                self._take_back_removal(key, block)
+
+    def _take_back_removal(self, key: bytes, block: int) -> None:
+        """Undo the report of a removal; if it was read already, report the block as stored."""
+        removal = BlockRemoved(key, block)
+        for place in range(len(self._events) - 1, -1, -1):
+            if self._events[place] == removal:
+                del self._events[place]
+                return
+        self._events.append(BlockStored(key, None, block))
+
+    def _unpublish(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self._forget(block)
+
+    def _add_hold(self, hold: Hold, sign: int) -> None:
+        self._num_holds[hold.block_ids] += sign
+        if hold.reason is HoldReason.QUARANTINE:
+            self._num_quarantines[hold.block_ids] += sign
+        if sign > 0:
+            self._holds[hold.hold_id] = hold
+        else:
+            del self._holds[hold.hold_id]

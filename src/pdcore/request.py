@@ -1,0 +1,265 @@
+"""What an application asks for, and the states a request passes through.
+
+`Request` and `SamplingParams` are what the application builds. They never change after they are
+made; what happens to a request lives in the scheduler. `TRANSITIONS` is the whole life of a
+request as data.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.errors import InvalidRequest
+
+__all__ = [
+    "TRANSITIONS",
+    "FinishReason",
+    "Request",
+    "RequestStatus",
+    "SamplingParams",
+]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "WAITING"
+    """In the queue, without a row."""
+    WAITING_FOR_GRAMMAR = "WAITING_FOR_GRAMMAR"
+    """Its grammar is being compiled."""
+    WAITING_FOR_REMOTE_KVS = "WAITING_FOR_REMOTE_KVS"
+    """Its KV is on the way. It has blocks, but no row and no compute slot."""
+    RUNNING = "RUNNING"
+    """It has a row on every worker."""
+    PREEMPTED = "PREEMPTED"
+    """It lost its row and blocks to others and is back in the queue."""
+    FINISHED = "FINISHED"
+    """It ended, for a `FinishReason`."""
+
+
+TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = MappingProxyType(
+    {
+        RequestStatus.WAITING: frozenset(
+            {
+                RequestStatus.RUNNING,
+                RequestStatus.WAITING_FOR_GRAMMAR,
+                RequestStatus.WAITING_FOR_REMOTE_KVS,
+                RequestStatus.FINISHED,
+            }
+        ),
+        RequestStatus.WAITING_FOR_GRAMMAR: frozenset(
+            {RequestStatus.WAITING, RequestStatus.FINISHED}
+        ),
+        RequestStatus.WAITING_FOR_REMOTE_KVS: frozenset(
+            {RequestStatus.WAITING, RequestStatus.FINISHED}
+        ),
+        RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+        RequestStatus.PREEMPTED: frozenset(
+            {
+                RequestStatus.RUNNING,
+                RequestStatus.WAITING_FOR_REMOTE_KVS,
+                RequestStatus.FINISHED,
+            }
+        ),
+        RequestStatus.FINISHED: frozenset(),
+    }
+)
+"""Which status may follow which. Every change of status is checked against this table."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. In columns of `StepResult`, 0 stands for "not ended"."""
+
+    STOP = 1
+    """It sampled its end-of-sequence token or a stop token."""
+    LENGTH = 2
+    """It reached ``max_tokens`` or the model length."""
+    ABORT = 3
+    """The application aborted it."""
+    ERROR = 4
+    """Something that only this request depends on failed; the cause says what."""
+    CAPACITY = 5
+    """It outgrew the block pool. Its tokens so far are valid."""
+    TIMEOUT = 6
+    """Its deadline passed."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+def _finite_at_least_zero(name: str, value: float) -> None:
+    if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+        raise InvalidRequest(
+            f"{name}={value!r} is not allowed: pass a finite number >= 0 (0 means greedy)"
+        )
+
+
+def _stop_token_ids(values: Iterable[int]) -> tuple[int, ...]:
+    ids = tuple(int(value) for value in values)
+    if any(not 0 <= value < 2**31 for value in ids):
+        raise InvalidRequest(f"stop_token_ids={ids} holds an id outside 0..2**31-1")
+    return ids
+
+
+_RESERVED: Mapping[str, Any] = MappingProxyType(
+    {
+        "n": 1,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "pooling": None,
+        "encoder_inputs": None,
+    }
+)
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are drawn, and when it ends.
+
+    The order of the filters is temperature, top-k, top-p, min-p. ``temperature=0`` takes the most
+    likely token and ignores the filters. With a ``seed`` the draw at a position depends on the seed
+    and the position alone, so a preempted request draws the same tokens again.
+
+    Args:
+        max_tokens: the most tokens to produce, at least 1.
+        min_tokens: before this many tokens, end-of-sequence and stop tokens do not end the request.
+        temperature: 0 for greedy, else the divisor of the logits.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches ``top_p``; 1 keeps all.
+        min_p: drop tokens less likely than ``min_p`` times the most likely one; 0 keeps all.
+        seed: makes the draws repeatable, in 0..2**63-1. None lets the runner pick one.
+        stop_token_ids: ids that end the request; the id itself is part of the output.
+        ignore_eos: go on after the end-of-sequence token.
+        structured_output: what the scheduler's grammar compiles, or None.
+
+    The remaining names are reserved: any value but the default raises `InvalidRequest`.
+
+    Raises:
+        InvalidRequest: a value is out of its range.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_stop_token_ids)
+    ignore_eos: bool = False
+    structured_output: Any = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    pooling: None = None
+    encoder_inputs: None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise InvalidRequest(
+                f"max_tokens={self.max_tokens!r} is not allowed: pass an integer >= 1 "
+                "(a prefill for hand-over uses 1)"
+            )
+        if not isinstance(self.min_tokens, int) or not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={self.min_tokens!r} is not allowed: pass an integer in "
+                f"0..max_tokens ({self.max_tokens})"
+            )
+        _finite_at_least_zero("temperature", self.temperature)
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise InvalidRequest(f"top_k={self.top_k!r} is not allowed: pass an integer >= 0")
+        _finite_at_least_zero("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequest(f"top_p={self.top_p!r} is not allowed: pass a value in (0, 1]")
+        _finite_at_least_zero("min_p", self.min_p)
+        if self.min_p > 1:
+            raise InvalidRequest(f"min_p={self.min_p!r} is not allowed: pass a value in [0, 1]")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise InvalidRequest(f"seed={self.seed!r} is not allowed: pass 0..2**63-1 or None")
+        for name, default in _RESERVED.items():
+            if getattr(self, name) != default:
+                raise InvalidRequest(
+                    f"{name}={getattr(self, name)!r} is not supported yet; leave it at {default!r}"
+                )
+
+
+def _as_token_array(values: Any) -> npt.NDArray[np.int32]:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.size == 0:
+        raise InvalidRequest(
+            f"prompt_token_ids has shape {array.shape}: pass a flat sequence of at least one id"
+        )
+    if array.dtype.kind not in "iu":
+        raise InvalidRequest(f"prompt_token_ids has dtype {array.dtype}: pass integers")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= 2**31:
+        raise InvalidRequest(f"prompt_token_ids spans {low}..{high}: ids must lie in 0..2**31-1")
+    if array.dtype == np.int32 and array.base is None and not array.flags.writeable:
+        return array
+    ids = np.array(array, dtype=np.int32)
+    ids.flags.writeable = False
+    return ids
+
+
+@attrs.frozen(eq=False)
+class Request:
+    """One prompt to continue.
+
+    Args:
+        request_id: the application's name for it, unique among unfinished requests.
+        prompt_token_ids: the prompt, any flat integer sequence; kept as a read-only int32 array.
+        sampling: how tokens are drawn and when the request ends.
+        eos_token_id: the end-of-sequence token, or None when there is none.
+        priority: lower runs first under the `Priority` policy.
+        tenant: whose request it is, for policies that share fairly.
+        metadata: the application's own data; pdcore never looks inside.
+        arrival_time: seconds on the scheduler's clock; None means the moment it is added.
+        cache_salt: only requests with an equal salt share cached blocks.
+        lora: name of the adapter to run it with; different adapters never share blocks.
+        kv_transfer_params: for the connector: asks for a hand-over, or says where KV lies.
+        deadline: seconds on the scheduler's clock after which it ends with ``timeout``.
+
+    Raises:
+        InvalidRequest: the prompt is empty, not flat, or not made of token ids.
+    """
+
+    request_id: str
+    prompt_token_ids: npt.NDArray[np.int32] = attrs.field(converter=_as_token_array, repr=False)
+    sampling: SamplingParams = attrs.field(factory=SamplingParams, kw_only=True)
+    eos_token_id: int | None = attrs.field(default=None, kw_only=True)
+    priority: int = attrs.field(default=0, kw_only=True)
+    tenant: str | None = attrs.field(default=None, kw_only=True)
+    metadata: Any = attrs.field(default=None, kw_only=True, repr=False)
+    arrival_time: float | None = attrs.field(default=None, kw_only=True)
+    cache_salt: str | None = attrs.field(default=None, kw_only=True)
+    lora: str | None = attrs.field(default=None, kw_only=True)
+    kv_transfer_params: Mapping[str, Any] | None = attrs.field(
+        default=None, kw_only=True, repr=False
+    )
+    deadline: float | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.request_id, str) or not self.request_id:
+            raise InvalidRequest(f"request_id={self.request_id!r}: pass a non-empty string")
+        for name in ("arrival_time", "deadline"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise InvalidRequest(f"{name}={value!r}: pass finite seconds or None")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt_token_ids.size

@@ -1,0 +1,42 @@
+"""The scheduler: which tokens are computed in which step."""
+
+from pdcore.scheduler.base import (
+    Limits,
+    RequestHandle,
+    Scheduler,
+    SchedulerStats,
+    Skip,
+    SkipCode,
+)
+from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
+from pdcore.scheduler.policy import (
+    FCFS,
+    Admission,
+    AdmissionContext,
+    Priority,
+    RunningView,
+    SchedulingPolicy,
+    ShortestPromptFirst,
+)
+from pdcore.scheduler.unified import UnifiedScheduler
+from pdcore.scheduler.waiting import WaitingView
+
+__all__ = [
+    "FCFS",
+    "Admission",
+    "AdmissionContext",
+    "GrammarBackend",
+    "GrammarMatcher",
+    "Limits",
+    "Priority",
+    "RequestHandle",
+    "RunningView",
+    "Scheduler",
+    "SchedulerStats",
+    "SchedulingPolicy",
+    "ShortestPromptFirst",
+    "Skip",
+    "SkipCode",
+    "UnifiedScheduler",
+    "WaitingView",
+]

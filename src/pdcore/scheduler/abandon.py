@@ -1,0 +1,65 @@
+"""Taking back a plan: exactly when nobody saw it, safely when a worker may have."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdcore.messages import SchedulerOutput
+from pdcore.scheduler.core import Core
+
+__all__ = ["take_back"]
+
+
+def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
+    """Undo the newest plan, which is no longer in flight.
+
+    Never dispatched, and with nothing changed since: everything is as before it was made.
+    Otherwise its rows are computed again, told to the workers in full, and lose the keys of the
+    blocks that it was to write; those that it started go back into the queue; its victims stay
+    preempted and its evictions stay done.
+    """
+    if not dispatched and core.undo_is_exact and output.step_id == core.step_id:
+        while core.undo:
+            core.undo.pop()()
+        core.manager.rollback(output.step_id)
+        core.is_quiet = False
+    else:
+        _take_back_safely(core, output)
+    if not dispatched and core.connector is not None and output.connector_meta is not None:
+        core.connector.rebuild_connector_meta(output.connector_meta)
+    core.undo_is_exact = False
+
+
+def _take_back_safely(core: Core, output: SchedulerOutput) -> None:
+    table, manager = core.table, core.manager
+    core.touch()
+    current = np.array(
+        [
+            table.states[row] is not None and table.epoch[row] == epoch
+            for row, epoch in zip(output.rows.tolist(), output.epochs.tolist(), strict=True)
+        ],
+        np.bool_,
+    )
+    rows = output.rows[current]
+    table.num_computed[rows] -= output.num_scheduled_tokens[current]
+    table.num_in_flight[rows] -= output.samples[current]
+    table.refresh(rows, needed=True)
+    # What started in this step may share blocks that the step was to write.
+    for row in rows[table.since_step[rows] == output.step_id][::-1].tolist():
+        core.preempt(table.state(row))
+    manager.pool.withdraw(output.step_id)
+    manager.pool.commit(output.step_id)
+    manager.recount_published(table.running)
+    for index in np.flatnonzero(~current & output.samples).tolist():
+        _forget_late_token(core, int(output.rows[index]), int(output.epochs[index]))
+    # The workers may not have heard that these rows were given up.
+    core.finished_rows = output.finished_rows.tolist() + core.finished_rows
+
+
+def _forget_late_token(core: Core, row: int, epoch: int) -> None:
+    """The token that a request without its row still expected from the plan is not coming."""
+    state = core.departed.get((row, epoch))
+    if state is not None:
+        state.num_late_tokens -= 1
+        if not state.num_late_tokens:
+            del core.departed[row, epoch]

@@ -1,0 +1,215 @@
+"""Taking in a step's result: new tokens, and who ends with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.messages import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepResult
+from pdcore.request import FinishReason
+from pdcore.scheduler.core import Core
+from pdcore.scheduler.state import RequestState
+
+__all__ = ["Commit"]
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class Commit:
+    """Applies results to the tables.
+
+    A step in which no request ends and no block fills is a fixed number of array operations.
+    Tokens of a request that lost its row meanwhile are kept: they are appended when they arrive,
+    and the request is not admitted again before. Tokens of a request that ended are dropped.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def run(self, output: SchedulerOutput, model_output: ModelRunnerOutput) -> StepResult:
+        """Take in the result of the oldest plan in flight."""
+        core, table = self._core, self._core.table
+        core.touch()
+        core.manager.pool.commit(output.step_id)
+        rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
+        current = table.epoch[rows] == model_output.epochs
+        departed: list[tuple[RequestState, int]] = []
+        if core.departed or not current.all():
+            rows, tokens, departed = self._split(model_output)
+        self._append(rows, tokens)
+        reasons = self._finish_reasons(rows, tokens)
+        request_ids = table.request_ids[rows].tolist()
+        finished: dict[int, RequestOutput] = {}
+        for index in np.flatnonzero(reasons).tolist():
+            finished[index] = self._finish(
+                table.state(int(rows[index])), int(tokens[index]), FinishReason(int(reasons[index]))
+            )
+        if core.in_flight and rows.size:
+            self._publish(rows)
+        result = StepResult(
+            step_id=output.step_id,
+            request_ids=request_ids,
+            token_ids=tokens,
+            finish_reasons=reasons,
+            finished=finished,
+        )
+        self._add_departed(result, departed)
+        self._row_errors(output, model_output)
+        self._add_outbox(result)
+        return result
+
+    def _split(
+        self, model_output: ModelRunnerOutput
+    ) -> tuple[Int32Array, Int32Array, list[tuple[RequestState, int]]]:
+        """Tell the results of present tenants from those of requests that lost their row."""
+        core = self._core
+        rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
+        current = np.array(
+            [
+                core.table.states[row] is not None and core.table.epoch[row] == epoch
+                for row, epoch in zip(rows.tolist(), model_output.epochs.tolist(), strict=True)
+            ],
+            np.bool_,
+        )
+        departed = []
+        for index in np.flatnonzero(~current).tolist():
+            key = (int(rows[index]), int(model_output.epochs[index]))
+            state = core.departed.get(key)
+            if state is None:
+                continue
+            state.num_late_tokens -= 1
+            if not state.num_late_tokens:
+                del core.departed[key]
+            if not state.is_finished:
+                departed.append((state, int(tokens[index])))
+        return rows[current], tokens[current], departed
+
+    def _append(self, rows: Int32Array, tokens: Int32Array) -> None:
+        """Add one token to each row; move full blocks of tokens out of the tail buffer."""
+        table = self._core.table
+        num_tokens = table.num_tokens[rows]
+        table.tail[rows, num_tokens % table.block_size] = tokens
+        num_tokens += 1
+        table.num_tokens[rows] = num_tokens
+        table.num_in_flight[rows] -= 1
+        for row in rows[num_tokens % table.block_size == 0].tolist():
+            table.flush(row)
+
+    def _finish_reasons(self, rows: Int32Array, tokens: Int32Array) -> npt.NDArray[np.int8]:
+        table = self._core.table
+        num_tokens = table.num_tokens[rows]
+        stops = tokens == table.eos[rows]
+        if table.num_with_stop_ids:
+            for index in np.flatnonzero(table.has_stop_ids[rows]).tolist():
+                state = table.state(int(rows[index]))
+                stops[index] |= int(tokens[index]) in state.request.sampling.stop_token_ids
+        stops &= num_tokens >= table.min_tokens[rows]
+        reasons = np.zeros(rows.size, np.int8)
+        at_limit = num_tokens >= table.limit[rows]
+        if at_limit.any():
+            for index in np.flatnonzero(at_limit).tolist():
+                capped = table.state(int(rows[index])).limited_by_pool
+                reasons[index] = FinishReason.CAPACITY if capped else FinishReason.LENGTH
+        reasons[stops] = FinishReason.STOP
+        if table.num_with_matcher:
+            self._accept(rows, tokens, reasons)
+        return reasons
+
+    def _accept(self, rows: Int32Array, tokens: Int32Array, reasons: npt.NDArray[np.int8]) -> None:
+        """Move the grammars on; a token that a grammar does not allow ends its request."""
+        table = self._core.table
+        for index in np.flatnonzero(table.has_matcher[rows] & (reasons == 0)).tolist():
+            matcher = table.state(int(rows[index])).matcher
+            assert matcher is not None
+            try:
+                accepted = matcher.accept(int(tokens[index]))
+            except Exception:
+                accepted = False
+            if not accepted:
+                reasons[index] = FinishReason.ERROR
+
+    def _finish(self, state: RequestState, token: int, reason: FinishReason) -> RequestOutput:
+        output = self._core.finish(state, reason, cause=_cause(state, token, reason))
+        return with_token(output, token)
+
+    def _publish(self, rows: Int32Array) -> None:
+        """With a later plan in flight, a block's last token may become known only now."""
+        core, table = self._core, self._core.table
+        rows = np.array([row for row in rows.tolist() if table.states[row] is not None], np.int32)
+        known = np.minimum(table.num_computed[rows], table.num_tokens[rows])
+        filling = core.manager.rows_to_publish(rows, known)
+        for row, num_tokens in zip(rows[filling].tolist(), known[filling].tolist(), strict=True):
+            table.flush(row)
+            sequence = table.state(row).sequence
+            core.manager.publish(row, sequence, num_tokens, step=core.in_flight[-1].step_id)
+
+    def _add_departed(self, result: StepResult, departed: list[tuple[RequestState, int]]) -> None:
+        for state, token in departed:
+            reason = self._append_late(state, token)
+            index = len(result.request_ids)
+            if reason is not None:
+                result.finished[index] = self._finish(state, token, reason)
+            result.request_ids.append(state.request_id)
+            result.token_ids = np.append(result.token_ids, np.int32(token))
+            result.finish_reasons = np.append(result.finish_reasons, np.int8(reason or 0))
+
+    def _append_late(self, state: RequestState, token: int) -> FinishReason | None:
+        """Add a token to a preempted request; return why it ends with it, or None."""
+        state.sequence.append(np.array([token], np.int32))
+        request, num_tokens = state.request, len(state.sequence)
+        sampling = request.sampling
+        is_eos = token == request.eos_token_id and not sampling.ignore_eos
+        if num_tokens >= request.num_prompt_tokens + sampling.min_tokens and (
+            is_eos or token in sampling.stop_token_ids
+        ):
+            return FinishReason.STOP
+        if num_tokens >= state.limit:
+            return FinishReason.CAPACITY if state.limited_by_pool else FinishReason.LENGTH
+        return None
+
+    def _row_errors(self, output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
+        """End the requests that the workers could not run; their token is not coming."""
+        core, table = self._core, self._core.table
+        for error in model_output.errors:
+            state = table.states[error.row]
+            if state is not None and table.epoch[error.row] == error.epoch:
+                planned = output.samples[output.rows == error.row]
+                table.num_in_flight[error.row] -= int(planned.sum())
+                core.fail(state, error.cause)
+
+    def _add_outbox(self, result: StepResult) -> None:
+        """Deliver the requests that ended without a new token."""
+        outbox, self._core.outbox = self._core.outbox, []
+        if outbox:
+            start = len(result.request_ids)
+            result.finished.update(enumerate(outbox, start))
+            result.request_ids.extend(event.request_id for event in outbox)
+            codes = [int(event.finish_reason or 0) for event in outbox]
+            result.finish_reasons = np.append(result.finish_reasons, np.array(codes, np.int8))
+
+
+def with_token(output: RequestOutput, token: int) -> RequestOutput:
+    """The finish event of a request that ended with a new token."""
+    return RequestOutput(
+        request_id=output.request_id,
+        new_token_ids=(token,),
+        finish_reason=output.finish_reason,
+        cause=output.cause,
+        kv_transfer_params=output.kv_transfer_params,
+        num_prompt_tokens=output.num_prompt_tokens,
+        num_output_tokens=output.num_output_tokens,
+        num_cached_tokens=output.num_cached_tokens,
+        num_external_tokens=output.num_external_tokens,
+        num_preemptions=output.num_preemptions,
+    )
+
+
+def _cause(state: RequestState, token: int, reason: FinishReason) -> str | None:
+    if reason is FinishReason.CAPACITY:
+        return (
+            f"the block pool holds {state.limit - 1} tokens of one request; "
+            "give it more blocks to go on"
+        )
+    if reason is FinishReason.ERROR:
+        return f"its grammar does not allow token {token}, which the runner drew nevertheless"
+    return None

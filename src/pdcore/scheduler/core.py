@@ -1,0 +1,279 @@
+"""What all parts of the scheduler share: the tables, and the changes that touch several of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.clock import Clock
+from pdcore.connector.base import FinishedBlocks, HandOver, SchedulerConnector
+from pdcore.kvcache.holds import Hold, HoldReason
+from pdcore.kvcache.manager import KVCacheManager
+from pdcore.messages import RequestOutput, SchedulerOutput, TransferKey
+from pdcore.request import FinishReason, RequestStatus
+from pdcore.scheduler.alarms import Alarms
+from pdcore.scheduler.base import Limits, Skip, SkipCode
+from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
+from pdcore.scheduler.policy import SchedulingPolicy
+from pdcore.scheduler.state import RequestState, move
+from pdcore.scheduler.table import RequestTable
+from pdcore.scheduler.waiting import WaitingTable
+
+__all__ = ["Core", "Counters"]
+
+logger = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class Counters:
+    """Totals since the scheduler was made; see `SchedulerStats`."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_external_tokens: int = 0
+    num_failed_loads: int = 0
+    num_recomputed_tokens: int = 0
+    num_late_events: int = 0
+    num_policy_errors: int = 0
+
+
+@attrs.define(eq=False, kw_only=True)
+class Core:
+    """The state of a `UnifiedScheduler`.
+
+    Args:
+        requests: unfinished requests by uid; uids: by request id.
+        table: those that run; waiting: those that may be admitted; landed: those that may be, and
+            hold blocks that were loaded for them.
+        parked: those that wait for remote KV, by uid; compiling: for their grammar.
+        quarantine: blocks of loads that nobody wants any more, by load.
+        handed_over: blocks kept for a peer, by transfer id.
+        in_flight: plans whose result is not in, oldest first.
+        departed: who had a row, by (row, epoch), while a draw of theirs is in flight.
+        finished_rows: rows given up since the last plan.
+        outbox: finish events that no `StepResult` has carried.
+        failing: requests that a hook failed for in the last plan; they end with the next one.
+        skips: why requests that the last step looked at did not run, by uid.
+        closed: why those that it did not look at did not.
+        undo: how to take back what the newest plan changed; exact while nothing else has changed.
+        is_quiet: whether the last plan found nothing to do, and nothing has changed since.
+    """
+
+    manager: KVCacheManager
+    policy: SchedulingPolicy
+    limits: Limits
+    clock: Clock
+    connector: SchedulerConnector | None
+    grammar: GrammarBackend | None
+    table: RequestTable
+    requests: dict[int, RequestState] = attrs.field(factory=dict)
+    uids: dict[str, int] = attrs.field(factory=dict)
+    waiting: WaitingTable = attrs.field(factory=WaitingTable)
+    landed: WaitingTable = attrs.field(factory=WaitingTable)
+    parked: dict[int, RequestState] = attrs.field(factory=dict)
+    compiling: dict[int, Future[GrammarMatcher]] = attrs.field(factory=dict)
+    quarantine: dict[TransferKey, Hold] = attrs.field(factory=dict)
+    handed_over: dict[str, Hold] = attrs.field(factory=dict)
+    in_flight: list[SchedulerOutput] = attrs.field(factory=list)
+    departed: dict[tuple[int, int], RequestState] = attrs.field(factory=dict)
+    finished_rows: list[int] = attrs.field(factory=list)
+    outbox: list[RequestOutput] = attrs.field(factory=list)
+    failing: list[tuple[RequestState, str]] = attrs.field(factory=list)
+    alarms: Alarms = attrs.field(factory=Alarms)
+    counters: Counters = attrs.field(factory=Counters)
+    skips: dict[int, Skip] = attrs.field(factory=dict)
+    closed: SkipCode = SkipCode.NOT_REACHED
+    step_id: int = 0
+    undo: list[Callable[[], None]] = attrs.field(factory=list)
+    recording: bool = False
+    undo_is_exact: bool = False
+    is_quiet: bool = False
+
+    def touch(self) -> None:
+        """Something changed apart from planning: the newest plan cannot be undone exactly."""
+        self.undo_is_exact = False
+        self.is_quiet = False
+
+    def record(self, undo: Callable[[], None]) -> None:
+        """Remember how to take back a change that the plan being made has made."""
+        if self.recording:
+            self.undo.append(undo)
+
+    def enqueue(self, state: RequestState, *, ahead: bool = False) -> None:
+        """Put a request without a row into the queue it belongs to."""
+        queue = self.waiting if state.block_ids is None else self.landed
+        if state.queue_key is None:
+            queue.join(state, self.policy.key(state.request), ahead=ahead)
+        else:
+            queue.join(state, state.queue_key[0], ahead=ahead)
+
+    def vacate(self, state: RequestState) -> None:
+        """Take a request's row and blocks. Tokens in flight for it stay expected."""
+        table, row = self.table, state.row
+        table.flush(row)
+        epoch = int(table.epoch[row])
+        num_in_flight = int(table.num_in_flight[row])
+        if num_in_flight:
+            self.departed[row, epoch] = state
+            state.num_late_tokens = num_in_flight
+        self.manager.free(row)
+        restore = table.release(row)
+        self.finished_rows.append(row)
+
+        def undo() -> None:
+            self.finished_rows.pop()
+            restore()
+            self.departed.pop((row, epoch), None)
+            state.num_late_tokens = 0
+
+        self.record(undo)
+
+    def preempt(self, state: RequestState) -> None:
+        """Take a running request's row and blocks, and put it back into the queue."""
+        self.vacate(state)
+        queue_key = state.queue_key
+        move(state, RequestStatus.PREEMPTED)
+        state.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self.enqueue(state, ahead=True)
+        self.skips[state.uid] = Skip(code=SkipCode.PREEMPTED_THIS_STEP)
+
+        def undo() -> None:
+            self.waiting.remove(state)
+            self.counters.num_preemptions -= 1
+            state.num_preemptions -= 1
+            state.status = state.history.pop()
+            state.queue_key = queue_key
+
+        self.record(undo)
+
+    def finish(
+        self, state: RequestState, reason: FinishReason, *, cause: str | None = None
+    ) -> RequestOutput:
+        """End a request wherever it is, let go of all it has, and return its finish event.
+
+        The caller delivers the event, exactly once.
+        """
+        self.touch()
+        hand_over = self._tell_connector(state, reason)
+        if state.row >= 0:
+            num_tokens = int(self.table.num_tokens[state.row])
+            self.vacate(state)
+        else:
+            num_tokens = len(state.sequence)
+            self._leave_queues(state)
+        move(state, RequestStatus.FINISHED)
+        del self.requests[state.uid]
+        del self.uids[state.request_id]
+        self.alarms.cancel(("request", state.uid))
+        self.counters.num_finished += 1
+        return RequestOutput(
+            request_id=state.request_id,
+            finish_reason=reason,
+            cause=cause,
+            kv_transfer_params=hand_over.kv_transfer_params if hand_over else None,
+            num_prompt_tokens=state.request.num_prompt_tokens,
+            num_output_tokens=num_tokens - state.request.num_prompt_tokens,
+            num_cached_tokens=state.num_cached_tokens,
+            num_external_tokens=state.num_external_tokens,
+            num_preemptions=state.num_preemptions,
+        )
+
+    def fail(self, state: RequestState, cause: str) -> None:
+        """End a request with ``error`` outside of a step's result."""
+        self.outbox.append(self.finish(state, FinishReason.ERROR, cause=cause))
+
+    def unpark(self, state: RequestState, *, still_written: bool) -> None:
+        """Take a request out of WAITING_FOR_REMOTE_KVS, keeping its local blocks only.
+
+        Args:
+            state: a parked request.
+            still_written: whether the load may still write to its blocks, so that they must stay
+                in quarantine until the connector reports it.
+        """
+        load = state.load
+        assert load is not None
+        assert state.block_ids is not None
+        del self.parked[state.uid]
+        self.alarms.cancel(("load", load.transfer))
+        state.load = None
+        num_local_blocks = load.num_local_tokens // self.manager.block_size
+        local, loading = state.block_ids[:num_local_blocks], state.block_ids[num_local_blocks:]
+        if still_written:
+            self._quarantine(load.transfer, loading)
+        self.manager.pool.release(loading[::-1])
+        state.block_ids = local if local.size else None
+        state.num_computed_tokens = load.num_local_tokens
+
+    def drop_blocks(self, state: RequestState) -> None:
+        """Release the blocks of a request that has no row."""
+        if state.block_ids is not None:
+            self.manager.pool.release(state.block_ids[::-1])
+            state.block_ids = None
+        state.num_computed_tokens = 0
+
+    def _quarantine(self, transfer: TransferKey, block_ids: npt.NDArray[np.int32]) -> None:
+        deadline = self.clock.now() + self.limits.quarantine_timeout_s
+        self.quarantine[transfer] = self.manager.pool.hold(
+            block_ids, owner=transfer, reason=HoldReason.QUARANTINE, deadline=deadline
+        )
+        self.alarms.set(("quarantine", transfer), deadline)
+        if self.connector is not None:
+            try:
+                self.connector.cancel(transfer)
+            except Exception:
+                logger.exception("the connector's cancel(%s) raised", transfer)
+
+    def _leave_queues(self, state: RequestState) -> None:
+        if state.uid in self.parked:
+            self.unpark(state, still_written=True)
+        for queue in (self.waiting, self.landed):
+            if state in queue:
+                queue.remove(state)
+        future = self.compiling.pop(state.uid, None)
+        if future is not None:
+            future.cancel()
+            self.alarms.cancel(("grammar", state.uid))
+        self.drop_blocks(state)
+
+    def _tell_connector(self, state: RequestState, reason: FinishReason) -> HandOver | None:
+        """Tell the connector of a request's end, and keep the blocks it asks for."""
+        if self.connector is None:
+            return None
+        blocks = self._finished_blocks(state, reason)
+        try:
+            hand_over = self.connector.request_finished(state.request, state.uid, blocks)
+        except Exception:
+            logger.exception("the connector's request_finished(%s) raised", state.request_id)
+            return None
+        if hand_over is not None and hand_over.transfer_id is not None and blocks.block_ids.size:
+            self.handed_over[hand_over.transfer_id] = self.manager.pool.hold(
+                blocks.block_ids, owner=hand_over.transfer_id, reason=HoldReason.SEND
+            )
+        return hand_over
+
+    def _finished_blocks(self, state: RequestState, reason: FinishReason) -> FinishedBlocks:
+        num_tokens = 0
+        ids = np.zeros(0, np.int32)
+        if state.row >= 0:
+            # The last known token of a request that drew one has no KV yet; with steps in flight,
+            # what they compute does not count either.
+            num_tokens = int(
+                min(self.table.num_computed[state.row], self.table.num_tokens[state.row] - 1)
+            )
+            ids = self.manager.row_blocks(state.row)[: self.manager.blocks_for(num_tokens)]
+        return FinishedBlocks(
+            block_ids=ids,
+            generations=self.manager.pool.generation(ids),
+            num_tokens=num_tokens,
+            finish_reason=reason,
+        )

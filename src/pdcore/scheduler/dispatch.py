@@ -1,0 +1,115 @@
+"""Turning a plan into the message that the workers get."""
+
+from __future__ import annotations
+
+import logging
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.kvcache.manager import BlockTableDelta
+from pdcore.messages import NewRequestData, SchedulerOutput
+from pdcore.scheduler.core import Core
+from pdcore.scheduler.plan import Plan
+
+__all__ = ["Dispatch"]
+
+logger = logging.getLogger(__name__)
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class Dispatch:
+    """Advances the counters of the rows that run and describes the step to the workers.
+
+    Rows that the workers know are told by what changed; new ones, and those whose last step
+    failed on the way, in full.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def run(self, plan: Plan) -> SchedulerOutput:
+        """Advance the counters of the rows that run, and put the plan into words."""
+        core, table = self._core, self._core.table
+        rows, num_tokens = plan.all_rows()
+        computed = table.num_computed[rows]
+        after = computed + num_tokens
+        samples = after == table.num_tokens[rows] + table.num_in_flight[rows]
+        table.num_computed[rows] = after
+        table.num_in_flight[rows] += samples
+        core.counters.num_steps += 1
+        core.counters.num_scheduled_tokens += int(num_tokens.sum())
+        new_reqs, delta = self._describe_new(plan, rows, computed)
+        finished_rows, core.finished_rows = core.finished_rows, []
+
+        def undo() -> None:
+            core.finished_rows = finished_rows
+            table.num_computed[rows] = computed
+            table.num_in_flight[rows] -= samples
+            core.counters.num_steps -= 1
+            core.counters.num_scheduled_tokens -= int(num_tokens.sum())
+
+        core.record(undo)
+        output = SchedulerOutput(
+            step_id=plan.step_id,
+            rows=rows,
+            epochs=table.epoch[rows],
+            num_scheduled_tokens=num_tokens,
+            num_computed_tokens=computed,
+            samples=samples,
+            scheduled_new_reqs=new_reqs,
+            block_rows=delta.rows,
+            block_positions=delta.positions,
+            block_ids=delta.ids,
+            finished_rows=np.array(finished_rows, np.int32),
+        )
+        return output if core.connector is None else self._with_meta(output)
+
+    def _with_meta(self, output: SchedulerOutput) -> SchedulerOutput:
+        connector = self._core.connector
+        assert connector is not None
+        try:
+            meta = connector.build_connector_meta(output)
+        except Exception:
+            logger.exception("the connector's build_connector_meta() raised; its loads time out")
+            return output
+        return output if meta is None else attrs.evolve(output, connector_meta=meta)
+
+    def _describe_new(
+        self, plan: Plan, rows: Int32Array, computed: Int32Array
+    ) -> tuple[tuple[NewRequestData, ...], BlockTableDelta]:
+        """Rows that the workers must be told of in full, and the table changes of the others."""
+        core, table = self._core, self._core.table
+        delta = BlockTableDelta.join(plan.deltas)
+        told = list(plan.admitted_rows)
+        if table.num_to_refresh:
+            refreshed = plan.rows[table.needs_refresh[plan.rows]]
+            table.refresh(refreshed, needed=False)
+            core.record(lambda: table.refresh(refreshed, needed=True))
+            kept = ~np.isin(delta.rows, refreshed)
+            delta = BlockTableDelta(delta.rows[kept], delta.positions[kept], delta.ids[kept])
+            told = refreshed.tolist() + told
+        if not told:
+            return (), delta
+        computed_of = dict(zip(rows.tolist(), computed.tolist(), strict=True))
+        return tuple(self._new_request_data(row, computed_of[row]) for row in told), delta
+
+    def _new_request_data(self, row: int, num_computed: int) -> NewRequestData:
+        core, table = self._core, self._core.table
+        table.flush(row)
+        state = table.state(row)
+        return NewRequestData(
+            row=row,
+            epoch=int(table.epoch[row]),
+            uid=state.uid,
+            request_id=state.request_id,
+            token_ids=state.sequence.slice(0, len(state.sequence)),
+            num_prompt_tokens=state.request.num_prompt_tokens,
+            num_computed_tokens=num_computed,
+            block_ids=core.manager.row_blocks(row),
+            sampling=state.request.sampling,
+            cache_salt=state.request.cache_salt,
+            lora=state.request.lora,
+        )

@@ -1,0 +1,199 @@
+"""What happened outside since the last plan: loads, hand-overs, grammars, deadlines."""
+
+from __future__ import annotations
+
+import logging
+
+from pdcore.connector.base import ConnectorEvents
+from pdcore.messages import LoadFailure, TransferKey
+from pdcore.request import FinishReason, RequestStatus
+from pdcore.scheduler.core import Core
+from pdcore.scheduler.grammar import GrammarMatcher
+from pdcore.scheduler.state import RequestState, move
+
+__all__ = ["Intake"]
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Takes in outside events before anything is planned, so that no queue can hide them.
+
+    Events are idempotent: one that is late, repeated or about something unknown is counted and
+    ignored.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def run(self, now: float) -> None:
+        """Take in all that is there. Never waits."""
+        core = self._core
+        failing, core.failing = core.failing, []
+        for state, cause in failing:
+            if not state.is_finished:
+                core.fail(state, cause)
+        if core.connector is not None:
+            self._take_events()
+        if core.compiling:
+            self._take_grammars()
+        for name in core.alarms.take_due(now):
+            self._due(name)
+
+    def _take_events(self) -> None:
+        core = self._core
+        assert core.connector is not None
+        try:
+            events = core.connector.take_events()
+        except Exception:
+            logger.exception("the connector's take_events() raised; its loads time out")
+            events = ConnectorEvents()
+        for transfer_id in events.finished_sending:
+            hold = core.handed_over.pop(transfer_id, None)
+            if hold is None:
+                core.counters.num_late_events += 1
+            else:
+                core.touch()
+                core.manager.pool.release_hold(hold)
+        for transfer in events.finished_recving:
+            self._loaded(transfer)
+        for failure in events.failed:
+            self._load_failed(failure)
+
+    def _loaded(self, transfer: TransferKey) -> None:
+        """A load is complete: its blocks can be shared, and its request can go on."""
+        core = self._core
+        state = self._parked(transfer)
+        if state is None:
+            self._quiet(transfer)
+            return
+        load, blocks = state.load, state.block_ids
+        assert load is not None
+        assert blocks is not None
+        core.touch()
+        del core.parked[state.uid]
+        core.alarms.cancel(("load", transfer))
+        state.load = None
+        state.num_external_tokens += load.num_external_tokens
+        core.counters.num_external_tokens += load.num_external_tokens
+        num_full = state.num_computed_tokens // core.manager.block_size
+        core.manager.publish_loaded(
+            blocks[:num_full],
+            state.sequence,
+            start=load.num_local_tokens // core.manager.block_size,
+        )
+        self._back_to_queue(state)
+
+    def _load_failed(self, failure: LoadFailure) -> None:
+        state = self._parked(failure.transfer)
+        if state is None:
+            self._quiet(failure.transfer)
+        else:
+            self._recover(state, failure.num_valid_tokens, failure.cause, still_written=False)
+
+    def _recover(
+        self, state: RequestState, num_valid_tokens: int, cause: str, *, still_written: bool
+    ) -> None:
+        """Go on after a failed load: from the longest valid prefix, or not at all."""
+        core, block_size = self._core, self._core.manager.block_size
+        load, blocks = state.load, state.block_ids
+        assert load is not None
+        assert blocks is not None
+        core.touch()
+        core.counters.num_failed_loads += 1
+        state.num_failed_loads += 1
+        num_wanted = state.num_computed_tokens
+        num_valid = min(max(num_valid_tokens, load.num_local_tokens), num_wanted)
+        num_valid -= num_valid % block_size
+        kept = blocks[load.num_local_tokens // block_size : num_valid // block_size]
+        if kept.size and not still_written:
+            core.manager.pool.retain(kept)
+            core.manager.publish_loaded(
+                blocks[: num_valid // block_size],
+                state.sequence,
+                start=load.num_local_tokens // block_size,
+            )
+        core.unpark(state, still_written=still_written)
+        if kept.size and not still_written:
+            state.block_ids = blocks[: num_valid // block_size]
+            state.num_computed_tokens = num_valid
+        if core.limits.on_load_failure == "fail":
+            core.fail(state, f"remote KV could not be loaded: {cause}")
+            return
+        core.counters.num_recomputed_tokens += num_wanted - state.num_computed_tokens
+        state.ask_connector = state.num_failed_loads <= core.limits.max_load_retries
+        if state.ask_connector:
+            core.drop_blocks(state)
+        self._back_to_queue(state)
+
+    def _back_to_queue(self, state: RequestState) -> None:
+        move(state, RequestStatus.WAITING)
+        self._core.enqueue(state, ahead=True)
+
+    def _parked(self, transfer: TransferKey) -> RequestState | None:
+        state = self._core.parked.get(transfer.uid)
+        if state is None or state.load is None or state.load.transfer != transfer:
+            return None
+        return state
+
+    def _quiet(self, transfer: TransferKey) -> None:
+        """Nothing writes to the blocks of a cancelled load any more."""
+        core = self._core
+        hold = core.quarantine.pop(transfer, None)
+        if hold is None:
+            core.counters.num_late_events += 1
+            return
+        core.touch()
+        core.alarms.cancel(("quarantine", transfer))
+        core.manager.pool.release_hold(hold)
+
+    def _take_grammars(self) -> None:
+        core = self._core
+        for uid, future in list(core.compiling.items()):
+            if not future.done():
+                continue
+            del core.compiling[uid]
+            core.alarms.cancel(("grammar", uid))
+            state = core.requests[uid]
+            error = future.exception()
+            if error is not None:
+                core.fail(state, f"its grammar could not be compiled: {error!r}")
+                continue
+            matcher: GrammarMatcher = future.result()
+            state.matcher = matcher
+            move(state, RequestStatus.WAITING)
+            core.enqueue(state)
+
+    def _due(self, name: object) -> None:
+        core = self._core
+        match name:
+            case ("request", int(uid)):
+                state = core.requests[uid]
+                cause = f"its deadline passed while it was {state.status.value}"
+                core.outbox.append(core.finish(state, FinishReason.TIMEOUT, cause=cause))
+            case ("grammar", int(uid)):
+                core.compiling.pop(uid).cancel()
+                core.fail(
+                    core.requests[uid],
+                    f"its grammar was not compiled within {core.limits.grammar_timeout_s:g} s",
+                )
+            case ("load", TransferKey() as transfer):
+                parked = self._parked(transfer)
+                if parked is not None:
+                    cause = f"no completion within {core.limits.load_timeout_s:g} s"
+                    self._recover(parked, 0, cause, still_written=True)
+            case ("quarantine", TransferKey() as transfer):
+                self._cut_off(transfer)
+
+    def _cut_off(self, transfer: TransferKey) -> None:
+        """A cancelled load was not reported in time: end whatever may still write, then wait."""
+        core = self._core
+        assert core.connector is not None
+        logger.warning("load %s is still in flight after its limit; cutting off its peer", transfer)
+        core.alarms.set(
+            ("quarantine", transfer), core.clock.now() + core.limits.quarantine_timeout_s
+        )
+        try:
+            core.connector.cut_off(transfer)
+        except Exception:
+            logger.exception("the connector's cut_off(%s) raised", transfer)

@@ -1,0 +1,58 @@
+"""One step's plan while it is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.kvcache.manager import BlockTableDelta
+
+__all__ = ["Plan"]
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@attrs.define(eq=False)
+class Plan:
+    """What was decided so far.
+
+    Args:
+        step_id: the step.
+        token_budget: tokens that may still be planned.
+        now: seconds on the scheduler's clock.
+        rows, num_tokens: int32, the running rows that run, in running order, and their tokens.
+        admitted_rows, admitted_tokens: the same for rows that were given out in this step.
+        deltas: changes to block tables of rows that the workers know.
+        preempted: whether a request gave way in this step; then nobody is admitted.
+    """
+
+    step_id: int
+    token_budget: int
+    now: float
+    rows: Int32Array = attrs.field(factory=lambda: np.zeros(0, np.int32))
+    num_tokens: Int32Array = attrs.field(factory=lambda: np.zeros(0, np.int32))
+    admitted_rows: list[int] = attrs.field(factory=list)
+    admitted_tokens: list[int] = attrs.field(factory=list)
+    deltas: list[BlockTableDelta] = attrs.field(factory=list)
+    preempted: bool = False
+
+    def drop_vacated(self, states: Sequence[object | None]) -> None:
+        """Forget the table changes of rows that nobody has any more."""
+        for place, delta in enumerate(self.deltas):
+            kept = np.array([states[row] is not None for row in delta.rows.tolist()], np.bool_)
+            if not kept.all():
+                self.deltas[place] = BlockTableDelta(
+                    delta.rows[kept], delta.positions[kept], delta.ids[kept]
+                )
+
+    def all_rows(self) -> tuple[Int32Array, Int32Array]:
+        """Every row that runs and its tokens, int32, in running order."""
+        if not self.admitted_rows:
+            return self.rows, self.num_tokens
+        return (
+            np.concatenate((self.rows, np.array(self.admitted_rows, np.int32))),
+            np.concatenate((self.num_tokens, np.array(self.admitted_tokens, np.int32))),
+        )

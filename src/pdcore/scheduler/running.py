@@ -1,0 +1,187 @@
+"""The pass over the running rows: who computes how many tokens, and who gives way."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.scheduler.core import Core
+from pdcore.scheduler.plan import Plan
+from pdcore.scheduler.policy import RunningView, SchedulingPolicy
+
+__all__ = ["RunningPass", "running_view"]
+
+logger = logging.getLogger(__name__)
+
+Int32Array = npt.NDArray[np.int32]
+
+
+def running_view(core: Core, rows: Int32Array) -> RunningView:
+    """The columns of some rows, for a policy."""
+    table = core.table
+    return RunningView(
+        requests=tuple(table.state(row).request for row in rows.tolist()),
+        priority=table.priority[rows],
+        arrival_time=table.arrival_time[rows],
+        num_tokens=table.num_tokens[rows],
+        num_computed_tokens=table.num_computed[rows],
+        num_blocks=core.manager.num_blocks[rows],
+    )
+
+
+class RunningPass:
+    """Plans the rows in running order, each as many tokens as it is behind.
+
+    As long as budget and blocks suffice, that is a fixed number of array operations. From the
+    first row that finds no block on, rows are visited one by one: each takes the blocks of the
+    policy's victims until it fits or is the victim itself. The number of tokens, the victims and
+    their order are those of vLLM's scheduler.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._has_chunk_hook = type(core.policy).chunk is not SchedulingPolicy.chunk
+
+    def run(self, plan: Plan) -> None:
+        """Fill in ``plan.rows`` and ``plan.num_tokens`` and advance those rows' counters."""
+        core, table, manager = self._core, self._core.table, self._core.manager
+        if not len(table):
+            return
+        rows = table.running.copy()
+        want = self._wanted(rows)
+        if self._has_chunk_hook and (want > 1).any():
+            want = self._chunked(rows, want, plan.token_budget)
+        take = want
+        if int(want.sum()) > plan.token_budget:
+            before = np.cumsum(want) - want
+            take = np.clip(plan.token_budget - before, 0, want).astype(np.int32)
+        computed = table.num_computed[rows]
+        if manager.sliding_window is not None:
+            plan.deltas.append(manager.prune(rows, self._processed(rows)))
+        needed = manager.needed_blocks(rows, computed + take)
+        # A row that runs no token in this step needs no block for it.
+        needed[take == 0] = 0
+        fits = needed.size
+        if int(needed.sum()) > core.manager.pool.num_free_blocks:
+            fits = int(
+                np.searchsorted(np.cumsum(needed), manager.pool.num_free_blocks, side="right")
+            )
+        plan.deltas.append(manager.grow(rows[:fits], needed[:fits]))
+        if fits < rows.size:
+            rows, take = self._one_by_one(plan, rows, want, take, fits)
+        if not take.all():
+            rows, take = rows[take > 0], take[take > 0]
+        plan.rows, plan.num_tokens = rows, take
+        plan.token_budget -= int(take.sum())
+        self._publish(plan)
+
+    def _wanted(self, rows: Int32Array) -> Int32Array:
+        """How many tokens each row is behind, within its cap."""
+        table, limits = self._core.table, self._core.limits
+        num_in_flight = table.num_in_flight[rows]
+        planned = table.num_tokens[rows] + num_in_flight
+        want = planned - table.num_computed[rows]
+        if self._core.in_flight:
+            # With all its tokens on the way, a row has nothing to do but to wait for them; so has
+            # one whose tokens the workers must be told before they are all known here.
+            waits = (planned >= table.limit[rows]) | table.needs_refresh[rows]
+            want[waits & (num_in_flight > 0)] = 0
+        threshold = limits.long_prefill_token_threshold
+        if threshold and len(self._core.requests) > 1:
+            np.minimum(want, threshold, out=want)
+        return want
+
+    def _chunked(self, rows: Int32Array, want: Int32Array, budget: int) -> Int32Array:
+        """Ask the policy about every row that lacks more than one token."""
+        core = self._core
+        for index in np.flatnonzero(want > 1).tolist():
+            state = core.table.state(int(rows[index]))
+            wanted = int(want[index])
+            try:
+                answer = int(core.policy.chunk(state.request, wanted, budget))
+                want[index] = max(1, min(answer, wanted))
+            except Exception as error:
+                core.failing.append((state, f"the policy's chunk() raised {error!r}"))
+                want[index] = 0
+        return want
+
+    def _one_by_one(
+        self, plan: Plan, rows: Int32Array, want: Int32Array, take: Int32Array, start: int
+    ) -> tuple[Int32Array, Int32Array]:
+        """Visit the rows from ``start`` on, in order, preempting where blocks are short.
+
+        Rows before ``start`` have their blocks already, but may still become victims; what was
+        planned for them goes back into the budget.
+        """
+        core, manager = self._core, self._core.manager
+        order, wanted, taken = rows.tolist(), want.tolist(), take.tolist()
+        taken[start:] = [0] * (len(order) - start)
+        budget = plan.token_budget - sum(taken)
+        index = start
+        while index < len(order) and budget > 0:
+            row, num_tokens = order[index], min(wanted[index], budget)
+            if num_tokens == 0:
+                index += 1
+                continue
+            target = np.array([int(core.table.num_computed[row]) + num_tokens], np.int32)
+            this = np.array([row], np.int32)
+            needed = manager.needed_blocks(this, target)
+            gave_way = False
+            while int(needed[0]) > manager.pool.num_free_blocks and not gave_way:
+                victim = self._victim(order)
+                budget += taken[victim]
+                gave_way = victim == index
+                core.preempt(core.table.state(order[victim]))
+                plan.preempted = True
+                for column in (order, wanted, taken):
+                    del column[victim]
+                index -= victim < index
+            if gave_way:
+                break
+            plan.deltas.append(manager.grow(this, needed))
+            taken[index] = num_tokens
+            budget -= num_tokens
+            index += 1
+        if plan.preempted:
+            plan.drop_vacated(core.table.states)
+        return np.array(order, np.int32), np.array(taken, np.int32)
+
+    def _processed(self, rows: Int32Array) -> Int32Array:
+        """The tokens of each row whose steps are done: no step in flight reads behind them."""
+        core = self._core
+        processed = core.table.num_computed[rows].copy()
+        for output in core.in_flight:
+            planned = np.zeros(core.table.num_rows, np.int32)
+            current = core.table.epoch[output.rows] == output.epochs
+            planned[output.rows[current]] = output.num_scheduled_tokens[current]
+            processed -= planned[rows]
+        return processed
+
+    def _victim(self, order: list[int]) -> int:
+        core = self._core
+        if type(core.policy).victim is SchedulingPolicy.victim:
+            return len(order) - 1
+        try:
+            index = int(core.policy.victim(running_view(core, np.array(order, np.int32))))
+            if not 0 <= index < len(order):
+                raise IndexError(f"victim() returned {index}, of {len(order)} running requests")
+        except Exception:
+            logger.exception("the policy's victim() failed; the last to start gives way")
+            core.counters.num_policy_errors += 1
+            return len(order) - 1
+        return index
+
+    def _publish(self, plan: Plan) -> None:
+        """Publish the blocks that this step fills, so that admissions can share them."""
+        table, manager = self._core.table, self._core.manager
+        known = np.minimum(
+            table.num_computed[plan.rows] + plan.num_tokens, table.num_tokens[plan.rows]
+        )
+        filling = manager.rows_to_publish(plan.rows, known)
+        for row, num_tokens in zip(
+            plan.rows[filling].tolist(), known[filling].tolist(), strict=True
+        ):
+            table.flush(row)
+            manager.publish(row, table.state(row).sequence, num_tokens, step=plan.step_id)

@@ -1,0 +1,192 @@
+"""The running requests as columns: one row each, kept until the request ends or is preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.scheduler.state import RequestState
+
+__all__ = ["RequestTable"]
+
+Rows = npt.NDArray[np.int32]
+
+
+class RequestTable:
+    """Per-request counters of all rows, side by side in arrays.
+
+    Rows are given out again, so a row's number says nothing about its age; ``running`` lists the
+    rows in running order. A row's ``epoch`` goes up each time it is given out.
+
+    Columns, one entry for each row: ``epoch``; ``since_step``, the step that gave the row out;
+    ``num_tokens``, known tokens; ``num_computed``, tokens whose KV is computed or planned;
+    ``num_in_flight``, planned draws whose token is not in; ``limit``, the most tokens it can come
+    to; ``min_tokens``, before so many it does not stop; ``eos``, ``has_stop_ids``,
+    ``has_matcher``; ``needs_refresh``, workers must be told of it afresh; ``priority``,
+    ``arrival_time``. ``tail`` (rows, block_size) holds the tokens of the last, partial block:
+    token ``p`` of a row at ``tail[row, p % block_size]``.
+
+    Args:
+        num_rows: how many there are.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, num_rows: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.epoch = np.zeros(num_rows, np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int32)
+        self.num_computed = np.zeros(num_rows, np.int32)
+        self.since_step = np.zeros(num_rows, np.int64)
+        self.num_in_flight = np.zeros(num_rows, np.int32)
+        self.limit = np.zeros(num_rows, np.int32)
+        self.min_tokens = np.zeros(num_rows, np.int32)
+        self.eos = np.full(num_rows, -1, np.int64)
+        self.has_stop_ids = np.zeros(num_rows, np.bool_)
+        self.has_matcher = np.zeros(num_rows, np.bool_)
+        self.needs_refresh = np.zeros(num_rows, np.bool_)
+        self.priority = np.zeros(num_rows, np.int64)
+        self.arrival_time = np.zeros(num_rows, np.float64)
+        self.tail = np.zeros((num_rows, block_size), np.int32)
+        self._columns: tuple[npt.NDArray[Any], ...] = (
+            self.epoch,
+            self.num_tokens,
+            self.num_computed,
+            self.since_step,
+            self.num_in_flight,
+            self.limit,
+            self.min_tokens,
+            self.eos,
+            self.has_stop_ids,
+            self.has_matcher,
+            self.needs_refresh,
+            self.priority,
+            self.arrival_time,
+            self.tail,
+        )
+        self.request_ids = np.full(num_rows, None, np.object_)
+        self.states: list[RequestState | None] = [None] * num_rows
+        self.num_with_stop_ids = 0
+        self.num_with_matcher = 0
+        self.num_to_refresh = 0
+        # Epochs never go back, though a plan that is taken back restores a row's former tenant.
+        self._last_epoch = np.zeros(num_rows, np.int32)
+        self._order = np.zeros(num_rows, np.int32)
+        self._num_running = 0
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self._num_running
+
+    @property
+    def running(self) -> Rows:
+        """int32: the rows in use, in running order. A view, valid until the next change."""
+        return self._order[: self._num_running]
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    def state(self, row: int) -> RequestState:
+        """The request that has a row."""
+        state = self.states[row]
+        assert state is not None
+        return state
+
+    def assign(self, state: RequestState, *, num_computed: int, step: int) -> int:
+        """Give a free row, the last in running order, to a request; return it."""
+        row = self._free.pop()
+        request, sampling = state.request, state.request.sampling
+        num_tokens = len(state.sequence)
+        self._last_epoch[row] += 1
+        self.epoch[row] = self._last_epoch[row]
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = num_computed
+        self.since_step[row] = step
+        self.num_in_flight[row] = 0
+        self.limit[row] = state.limit
+        self.min_tokens[row] = request.num_prompt_tokens + sampling.min_tokens
+        eos = request.eos_token_id
+        self.eos[row] = -1 if eos is None or sampling.ignore_eos else eos
+        self.has_stop_ids[row] = bool(sampling.stop_token_ids)
+        self.has_matcher[row] = state.matcher is not None
+        self.priority[row] = request.priority
+        self.arrival_time[row] = state.arrival_time
+        partial = num_tokens % self.block_size
+        if partial:
+            self.tail[row, :partial] = state.sequence.slice(num_tokens - partial, num_tokens)
+        self._attach(row, state)
+        self._order[self._num_running] = row
+        self._num_running += 1
+        return row
+
+    def release(self, row: int) -> Callable[[], None]:
+        """Take a row back; return what undoes it. The row's tokens must be flushed first."""
+        state = self.state(row)
+        place = int(np.flatnonzero(self.running == row)[0])
+        columns = [(column, column[row].copy()) for column in self._columns]
+        self._order[place : self._num_running - 1] = self._order[place + 1 : self._num_running]
+        self._num_running -= 1
+        self._detach(row)
+        self._free.append(row)
+
+        def undo() -> None:
+            self._free.remove(row)
+            self._order[place + 1 : self._num_running + 1] = self._order[place : self._num_running]
+            self._order[place] = row
+            self._num_running += 1
+            for column, value in columns:
+                column[row] = value
+            self._attach(row, state)
+
+        return undo
+
+    def take_back(self, row: int) -> None:
+        """Undo `assign`, the epoch excepted, given that the row is the last in running order."""
+        self.release(row)
+
+    def flush(self, row: int) -> None:
+        """Move the tokens that are only in the tail buffer into the request's sequence."""
+        sequence, end = self.state(row).sequence, int(self.num_tokens[row])
+        start = len(sequence)
+        if start < end:
+            offset = start % self.block_size
+            sequence.append(self.tail[row, offset : offset + end - start])
+
+    def refresh(self, rows: Rows, *, needed: bool) -> None:
+        """Mark rows that the workers must be told of afresh, or that they were told of."""
+        self.needs_refresh[rows] = needed
+        self.num_to_refresh = int(np.count_nonzero(self.needs_refresh[self.running]))
+
+    def fingerprint(self) -> bytes:
+        """The columns of the rows in use and the order in which rows are given out."""
+        rows = self.running
+        columns = (rows, self.num_tokens[rows], self.num_computed[rows], self.num_in_flight[rows])
+        tails = [
+            self.tail[row, : self.num_tokens[row] % self.block_size].tobytes()
+            for row in rows.tolist()
+        ]
+        refresh = self.needs_refresh[rows].tobytes()
+        free = np.array(self._free, np.int32).tobytes()
+        return b"".join([*(column.tobytes() for column in columns), *tails, refresh, free])
+
+    def _attach(self, row: int, state: RequestState) -> None:
+        state.row = row
+        self.states[row] = state
+        self.request_ids[row] = state.request_id
+        self.num_with_stop_ids += bool(self.has_stop_ids[row])
+        self.num_with_matcher += bool(self.has_matcher[row])
+        self.num_to_refresh += bool(self.needs_refresh[row])
+
+    def _detach(self, row: int) -> None:
+        self.state(row).row = -1
+        self.states[row] = None
+        self.request_ids[row] = None
+        self.num_with_stop_ids -= bool(self.has_stop_ids[row])
+        self.num_with_matcher -= bool(self.has_matcher[row])
+        if self.needs_refresh[row]:
+            self.needs_refresh[row] = False
+            self.num_to_refresh -= 1

@@ -1,0 +1,396 @@
+"""The reference scheduler: everything is "this request is N tokens behind"."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.clock import Clock, MonotonicClock
+from pdcore.connector.base import SchedulerConnector
+from pdcore.errors import ConfigError, DuplicateRequest, OutputOrder
+from pdcore.kvcache.manager import KVCacheManager
+from pdcore.kvcache.sequence import TokenSequence
+from pdcore.messages import (
+    GrammarBitmask,
+    ModelRunnerOutput,
+    RequestOutput,
+    SchedulerOutput,
+    StepResult,
+)
+from pdcore.request import FinishReason, Request, RequestStatus
+from pdcore.scheduler.abandon import take_back
+from pdcore.scheduler.admission import AdmissionPass
+from pdcore.scheduler.audit import audit, fingerprint, raise_if_stalled
+from pdcore.scheduler.base import (
+    Limits,
+    RequestHandle,
+    Scheduler,
+    SchedulerStats,
+    Skip,
+    SkipCode,
+)
+from pdcore.scheduler.commit import Commit
+from pdcore.scheduler.core import Core
+from pdcore.scheduler.dispatch import Dispatch
+from pdcore.scheduler.grammar import GrammarBackend
+from pdcore.scheduler.intake import Intake
+from pdcore.scheduler.plan import Plan
+from pdcore.scheduler.policy import FCFS, SchedulingPolicy
+from pdcore.scheduler.running import RunningPass
+from pdcore.scheduler.state import RequestState, move
+from pdcore.scheduler.table import RequestTable
+from pdcore.scheduler.validate import refuse_what_cannot_fit
+
+__all__ = ["UnifiedScheduler"]
+
+logger = logging.getLogger(__name__)
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class UnifiedScheduler(Scheduler):
+    """Prefill, decode and re-computation after preemption are one thing: tokens to catch up on.
+
+    A step with nothing but decodes is a fixed number of array operations, however many requests
+    run and wait. Which tokens are computed when, who is preempted and which prefixes are shared is
+    decided as vLLM's scheduler does.
+
+    Args:
+        kv_manager: keeps the blocks; one scheduler owns it.
+        policy: who goes first and who gives way.
+        limits: the bounds to keep to.
+        connector: the scheduler's half of a KV connector, or None.
+        grammar: compiles structured output, or None: then requests that ask for it are refused.
+        clock: where time comes from; the operating system's monotonic clock when None.
+
+    Raises:
+        ConfigError: the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        kv_manager: KVCacheManager,
+        *,
+        policy: SchedulingPolicy | None = None,
+        limits: Limits | None = None,
+        connector: SchedulerConnector | None = None,
+        grammar: GrammarBackend | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        if connector is not None and kv_manager.sliding_window is not None:
+            raise ConfigError(
+                "a KV connector was given with a model that has a sliding window; "
+                "KV behind a window cannot be transferred yet"
+            )
+        kv_manager.reserve_rows(limits.max_num_seqs, limits.max_model_len)
+        self._core = Core(
+            manager=kv_manager,
+            policy=policy or FCFS(),
+            limits=limits,
+            clock=clock or MonotonicClock(),
+            connector=connector,
+            grammar=grammar,
+            table=RequestTable(limits.max_num_seqs, kv_manager.block_size),
+        )
+        self._intake = Intake(self._core)
+        self._running = RunningPass(self._core)
+        self._admission = AdmissionPass(self._core)
+        self._dispatch = Dispatch(self._core)
+        self._commit = Commit(self._core)
+        self._num_added = 0
+        self._is_paused = False
+        self._last_plan: SchedulerOutput | None = None
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that deadlines are on."""
+        return self._core.clock
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds it keeps to."""
+        return self._core.limits
+
+    def add_request(self, request: Request) -> RequestHandle:
+        core = self._core
+        if request.request_id in core.uids:
+            raise DuplicateRequest(
+                f"request {request.request_id!r} is still {self.status(request.request_id)}; "
+                "use another id, or abort that one first"
+            )
+        refuse_what_cannot_fit(core, request)
+        now = core.clock.now()
+        if request.arrival_time is None:
+            request = attrs.evolve(request, arrival_time=now)
+        self._num_added += 1
+        uid = self._num_added
+        if core.connector is not None:
+            core.connector.request_added(request, uid)
+        state = self._new_state(request, uid)
+        core.requests[uid] = state
+        core.uids[request.request_id] = uid
+        if request.deadline is not None:
+            core.alarms.set(("request", uid), request.deadline)
+        core.is_quiet = False
+        if request.sampling.structured_output is not None:
+            self._compile(state)
+        else:
+            core.enqueue(state)
+        return state.handle
+
+    def abort_requests(self, requests: Iterable[str | RequestHandle]) -> None:
+        core = self._core
+        if isinstance(requests, str | RequestHandle):
+            requests = (requests,)
+        for request in requests:
+            uid = core.uids.get(request) if isinstance(request, str) else request.uid
+            state = None if uid is None else core.requests.get(uid)
+            if state is not None:
+                core.outbox.append(core.finish(state, FinishReason.ABORT))
+
+    def schedule(self) -> SchedulerOutput:
+        core = self._core
+        now = core.clock.now()
+        self._intake.run(now)
+        core.step_id += 1
+        core.skips = {}
+        core.undo.clear()
+        core.recording = True
+        core.manager.begin(core.step_id)
+        plan = Plan(core.step_id, core.limits.max_num_batched_tokens, now)
+        try:
+            if self._is_paused:
+                core.closed = SkipCode.PAUSED
+            else:
+                self._make(plan)
+            output = self._dispatch.run(plan)
+        finally:
+            core.recording = False
+            core.manager.end()
+        core.in_flight.append(output)
+        self._last_plan = output
+        core.undo_is_exact = True
+        core.is_quiet = output.is_empty and not core.outbox
+        if core.is_quiet and not self._is_paused:
+            raise_if_stalled(core)
+        return output
+
+    def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarBitmask | None:
+        core, table = self._core, self._core.table
+        if not table.num_with_matcher:
+            return None
+        current = (table.epoch[output.rows] == output.epochs) & output.samples
+        rows = output.rows[current & table.has_matcher[output.rows]]
+        if not rows.size:
+            return None
+        assert core.grammar is not None
+        bits = np.zeros((rows.size, -(-core.grammar.vocab_size // 32)), np.int32)
+        for index, row in enumerate(rows.tolist()):
+            state = table.state(row)
+            assert state.matcher is not None
+            try:
+                state.matcher.fill_bitmask(bits[index])
+            except Exception as error:
+                core.failing.append((state, f"its grammar raised {error!r}"))
+        return GrammarBitmask(rows=rows, epochs=table.epoch[rows], bits=bits)
+
+    def update_from_output(
+        self, output: SchedulerOutput, model_output: ModelRunnerOutput
+    ) -> StepResult:
+        core = self._core
+        if not core.in_flight or core.in_flight[0] is not output:
+            raise OutputOrder(
+                f"step {output.step_id} is not the oldest in flight "
+                f"({[plan.step_id for plan in core.in_flight]}); results come in order, once each"
+            )
+        del core.in_flight[0]
+        if core.connector is not None:
+            core.connector.update_connector_output(model_output.transfer_report)
+        result = self._commit.run(output, model_output)
+        if type(core.policy).observe is not SchedulingPolicy.observe:
+            try:
+                core.policy.observe(result)
+            except Exception:
+                logger.exception("the policy's observe() raised")
+                core.counters.num_policy_errors += 1
+        return result
+
+    def abandon(self, output: SchedulerOutput, *, dispatched: bool = False) -> None:
+        core = self._core
+        if not core.in_flight or core.in_flight[-1] is not output:
+            raise OutputOrder(
+                f"step {output.step_id} is not the newest in flight "
+                f"({[plan.step_id for plan in core.in_flight]}); abandon the newest first"
+            )
+        core.in_flight.pop()
+        take_back(core, output, dispatched=dispatched)
+
+    def drain(self) -> tuple[RequestOutput, ...]:
+        outbox, self._core.outbox = self._core.outbox, []
+        return tuple(outbox)
+
+    def has_requests(self) -> bool:
+        core = self._core
+        return bool(
+            core.requests
+            or core.in_flight
+            or core.outbox
+            or core.handed_over
+            or core.quarantine
+            or (core.connector is not None and core.connector.has_pending())
+        )
+
+    def has_work(self) -> bool:
+        core = self._core
+        if core.outbox or core.failing or core.finished_rows:
+            return True
+        wakeup = self.next_wakeup()
+        if wakeup is not None and wakeup <= core.clock.now():
+            return True
+        if core.is_quiet:
+            return False
+        return bool(len(core.table) or len(core.waiting) or len(core.landed))
+
+    def next_wakeup(self) -> float | None:
+        core = self._core
+        times = [core.alarms.next()]
+        if core.connector is not None:
+            times.append(core.connector.next_wakeup())
+        return min((time for time in times if time is not None), default=None)
+
+    def status(self, request_id: str) -> RequestStatus | None:
+        uid = self._core.uids.get(request_id)
+        return None if uid is None else self._core.requests[uid].status
+
+    def explain(self, request_id: str) -> Skip:
+        core = self._core
+        uid = core.uids.get(request_id)
+        if uid is None:
+            return Skip(code=SkipCode.UNKNOWN)
+        state = core.requests[uid]
+        if uid in core.skips:
+            return core.skips[uid]
+        match state.status:
+            case RequestStatus.WAITING_FOR_REMOTE_KVS:
+                words = core.connector.explain(state.request) if core.connector else None
+                return Skip(code=SkipCode.WAITING_FOR_REMOTE_KVS, waits_on=words or "its remote KV")
+            case RequestStatus.WAITING_FOR_GRAMMAR:
+                return Skip(code=SkipCode.WAITING_FOR_GRAMMAR, waits_on="its grammar")
+            case RequestStatus.RUNNING:
+                return self._explain_running(state)
+        return Skip(code=core.closed)
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._core.is_quiet = False
+
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        core = self._core
+        if core.parked or core.handed_over or core.quarantine:
+            return False
+        if not preempt_running and (len(core.table) or len(core.landed)):
+            return False
+        core.touch()
+        for row in core.table.running[::-1].tolist():
+            core.preempt(core.table.state(row))
+        for state in list(core.landed):
+            core.landed.remove(state)
+            core.drop_blocks(state)
+            core.waiting.put_back(state)
+        return core.manager.pool.reset()
+
+    def stats(self) -> SchedulerStats:
+        core = self._core
+        pool = core.manager.pool
+        return SchedulerStats(
+            num_running=len(core.table),
+            num_waiting=len(core.waiting) + len(core.landed) + len(core.compiling),
+            num_parked=len(core.parked),
+            num_in_flight=len(core.in_flight),
+            num_held_for_peers=len(core.handed_over),
+            num_free_blocks=pool.num_free_blocks,
+            num_usable_blocks=pool.num_usable_blocks,
+            num_quarantined_blocks=sum(hold.block_ids.size for hold in core.quarantine.values()),
+            **attrs.asdict(core.counters),
+        )
+
+    def check(self) -> None:
+        audit(self._core)
+
+    def fingerprint(self) -> bytes:
+        return fingerprint(self._core)
+
+    def __repr__(self) -> str:
+        core = self._core
+        return (
+            f"<UnifiedScheduler {len(core.table)} running, {len(core.waiting)} waiting, "
+            f"{len(core.parked)} parked, {len(core.in_flight)} steps in flight, "
+            f"{core.manager.pool}>"
+        )
+
+    def _new_state(self, request: Request, uid: int) -> RequestState:
+        core = self._core
+        limit = min(
+            request.num_prompt_tokens + request.sampling.max_tokens, core.limits.max_model_len
+        )
+        capacity = core.manager.capacity_tokens(chunk=core.limits.max_num_batched_tokens)
+        limited_by_pool = capacity is not None and capacity + 1 < limit
+        if limited_by_pool and capacity is not None:
+            limit = capacity + 1
+        assert request.arrival_time is not None
+        return RequestState(
+            handle=RequestHandle(request.request_id, uid),
+            request=request,
+            sequence=TokenSequence(
+                request.prompt_token_ids, cache_salt=request.cache_salt, lora=request.lora
+            ),
+            limit=limit,
+            limited_by_pool=limited_by_pool,
+            arrival_time=request.arrival_time,
+        )
+
+    def _compile(self, state: RequestState) -> None:
+        core = self._core
+        assert core.grammar is not None
+        move(state, RequestStatus.WAITING_FOR_GRAMMAR)
+        try:
+            core.compiling[state.uid] = core.grammar.compile(state.request)
+        except Exception as error:
+            core.fail(state, f"its grammar could not be compiled: {error!r}")
+            return
+        deadline = core.clock.now() + core.limits.grammar_timeout_s
+        core.alarms.set(("grammar", state.uid), deadline)
+
+    def _make(self, plan: Plan) -> None:
+        """Decide what runs."""
+        core = self._core
+        self._running.run(plan)
+        self._admission.run(plan)
+        if plan.preempted and not plan.rows.size:
+            # Everybody gave way to blocks that loads hold: let those go on now.
+            plan.preempted = False
+            self._admission.run(plan)
+        while not (plan.rows.size or plan.admitted_rows) and not core.in_flight:
+            if not self._admission.roll_back_landed():
+                break
+            self._admission.run(plan)
+
+    def _explain_running(self, state: RequestState) -> Skip:
+        table, row = self._core.table, state.row
+        plan = self._last_plan
+        if plan is not None and table.epoch[row] in plan.epochs[plan.rows == row]:
+            return Skip(code=SkipCode.RAN)
+        if self._is_paused:
+            return Skip(code=SkipCode.PAUSED)
+        if table.num_in_flight[row]:
+            return Skip(code=SkipCode.WAITING_FOR_OUTPUT, waits_on="the result of an earlier step")
+        needed = int(table.num_tokens[row] - table.num_computed[row])
+        return Skip(code=SkipCode.NO_TOKEN_BUDGET, needed=needed, available=0)

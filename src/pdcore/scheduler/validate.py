@@ -1,0 +1,45 @@
+"""What is refused at the door."""
+
+from __future__ import annotations
+
+from pdcore.errors import InvalidRequest
+from pdcore.request import Request
+from pdcore.scheduler.core import Core
+
+__all__ = ["refuse_what_cannot_fit"]
+
+
+def refuse_what_cannot_fit(core: Core, request: Request) -> None:
+    """Raise `InvalidRequest`, with the numbers, for a request that can never be served."""
+    limits = core.limits
+    num_prompt = request.num_prompt_tokens
+    if num_prompt + 1 > limits.max_model_len:
+        raise InvalidRequest(
+            f"request {request.request_id!r} has {num_prompt} prompt tokens and needs room for "
+            f"1 more; max_model_len is {limits.max_model_len}. Shorten the prompt."
+        )
+    needed = core.manager.max_blocks_for(num_prompt, chunk=limits.max_num_batched_tokens)
+    if needed > core.manager.pool.num_usable_blocks:
+        raise InvalidRequest(
+            f"request {request.request_id!r} has {num_prompt} prompt tokens and needs {needed} "
+            f"blocks; the pool has {core.manager.pool.num_usable_blocks}. Shorten the prompt "
+            "or give the pool more memory."
+        )
+    if not limits.enable_chunked_prefill and num_prompt > limits.max_num_batched_tokens:
+        raise InvalidRequest(
+            f"request {request.request_id!r} has {num_prompt} prompt tokens, chunked prefill is "
+            f"off and max_num_batched_tokens is {limits.max_num_batched_tokens}. Raise that "
+            "limit or enable chunked prefill."
+        )
+    if limits.vocab_size is not None:
+        highest = int(request.prompt_token_ids.max())
+        if highest >= limits.vocab_size:
+            raise InvalidRequest(
+                f"request {request.request_id!r} has token id {highest}; the vocabulary ends "
+                f"at {limits.vocab_size - 1}. Was the prompt made by another tokenizer?"
+            )
+    if request.sampling.structured_output is not None and core.grammar is None:
+        raise InvalidRequest(
+            f"request {request.request_id!r} asks for structured output, but the scheduler has "
+            "no grammar; pass grammar= when you make it"
+        )

@@ -1,0 +1,123 @@
+"""The queue: requests without a row that could be admitted."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.scheduler.state import RequestState
+
+__all__ = ["WaitingTable", "WaitingView"]
+
+# The policy's key, the place among equals, a number that is never repeated, the request.
+_Entry = tuple[Any, int, int, RequestState]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class WaitingView:
+    """The queue as columns, for policies that order it anew in every step.
+
+    Args:
+        states: one for each entry, in order of joining.
+        arrival_time: float64, seconds on the scheduler's clock.
+        deadline: float64, infinity where there is none.
+        priority: int64.
+        num_tokens: int32, prompt and output so far.
+    """
+
+    states: tuple[RequestState, ...]
+    arrival_time: npt.NDArray[np.float64]
+    deadline: npt.NDArray[np.float64]
+    priority: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int32]
+
+    @property
+    def tenants(self) -> list[str | None]:
+        """Whose request each is."""
+        return [state.request.tenant for state in self.states]
+
+
+class WaitingTable:
+    """A priority queue with a column for whatever a policy may order by.
+
+    Requests leave in order of ``(key, number)``: the key is the policy's, the number goes up with
+    each arrival, and goes down for requests that return to the head of their equals. Joining and
+    leaving cost O(log n), wherever the request is; the columns are built only when asked for.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._live: dict[int, _Entry] = {}
+        self._num_pushed = 0
+        self._last = 0
+        self._first = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, state: RequestState) -> bool:
+        return state.uid in self._live
+
+    def join(self, state: RequestState, key: Any, *, ahead: bool = False) -> None:
+        """Add a request behind its equals, or ahead of them."""
+        if ahead:
+            self._first -= 1
+            state.queue_key = (key, self._first)
+        else:
+            self._last += 1
+            state.queue_key = (key, self._last)
+        self.put_back(state)
+
+    def put_back(self, state: RequestState) -> None:
+        """Return a request to the place it had."""
+        assert state.queue_key is not None
+        self._num_pushed += 1
+        entry = (*state.queue_key, self._num_pushed, state)
+        self._live[state.uid] = entry
+        heapq.heappush(self._heap, entry)
+
+    def peek(self) -> RequestState | None:
+        """The first in order, or None."""
+        heap = self._heap
+        while heap and not self._is_current(heap[0]):
+            heapq.heappop(heap)
+        return heap[0][-1] if heap else None
+
+    def remove(self, state: RequestState) -> None:
+        """Take a request out, wherever it is."""
+        del self._live[state.uid]
+        if self._heap and self._heap[0][-1] is state:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > 64 and len(self._heap) > 2 * len(self._live):
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """All requests in order. Cost: O(n log n)."""
+        return iter([entry[-1] for entry in sorted(self._live.values())])
+
+    def view(self) -> WaitingView:
+        """The queue as columns, in order of joining. Cost: O(n)."""
+        states = tuple(entry[-1] for entry in self._live.values())
+        infinity = float("inf")
+        return WaitingView(
+            states=states,
+            arrival_time=np.array([state.arrival_time for state in states], np.float64),
+            deadline=np.array(
+                [
+                    infinity if state.request.deadline is None else state.request.deadline
+                    for state in states
+                ],
+                np.float64,
+            ),
+            priority=np.array([state.request.priority for state in states], np.int64),
+            num_tokens=np.array([len(state.sequence) for state in states], np.int32),
+        )
+
+    def _is_current(self, entry: _Entry) -> bool:
+        return self._live.get(entry[-1].uid) is entry
