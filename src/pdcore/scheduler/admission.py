@@ -232,7 +232,7 @@ class AdmissionPass:
             blocks = manager.allocate_slots(
                 hit,
                 num_computed,
-                must_fit_tokens=len(state.sequence) + 1,
+                must_fit_tokens=len(state.sequence),
                 chunk=core.limits.max_num_batched_tokens,
                 num_reserved=self._num_reserved_blocks(),
             )
@@ -286,7 +286,7 @@ class AdmissionPass:
         for state in (*core.parked.values(), *core.landed):
             assert state.block_ids is not None
             total = core.manager.max_blocks_for(
-                len(state.sequence) + 1, chunk=core.limits.max_num_batched_tokens
+                len(state.sequence), chunk=core.limits.max_num_batched_tokens
             )
             reserved += max(total - state.block_ids.size, 0)
         return reserved

@@ -111,10 +111,7 @@ class Core:
     def enqueue(self, state: RequestState, *, ahead: bool = False) -> None:
         """Put a request without a row into the queue it belongs to."""
         queue = self.waiting if state.block_ids is None else self.landed
-        if state.queue_key is None:
-            queue.join(state, self.policy.key(state.request), ahead=ahead)
-        else:
-            queue.join(state, state.queue_key[0], ahead=ahead)
+        queue.join(state, ahead=ahead)
 
     def vacate(self, state: RequestState) -> None:
         """Take a request's row and blocks. Tokens in flight for it stay expected."""

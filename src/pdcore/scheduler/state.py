@@ -34,7 +34,7 @@ class RequestState:
         status: where it is; changed by `move` alone.
         history: its last states, for errors.
         row: its row, or -1.
-        queue_key: its place in the queue, given by the policy when it joined.
+        queue_key: its place in the queue: the policy's key, and its place among equals.
         block_ids: blocks it has without a row, in order of position.
         num_computed_tokens: tokens whose KV is in ``block_ids``.
         num_local_tokens: of those, how many were found in the local cache.
@@ -52,10 +52,10 @@ class RequestState:
     limit: int
     limited_by_pool: bool
     arrival_time: float
+    queue_key: tuple[Any, int]
     status: RequestStatus = RequestStatus.WAITING
     history: deque[RequestStatus] = attrs.field(factory=lambda: deque(maxlen=16))
     row: int = -1
-    queue_key: tuple[Any, int] | None = None
     block_ids: npt.NDArray[np.int32] | None = None
     num_computed_tokens: int = 0
     num_local_tokens: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 import numpy as np
@@ -43,7 +44,7 @@ from pdcore.scheduler.policy import FCFS, SchedulingPolicy
 from pdcore.scheduler.running import RunningPass
 from pdcore.scheduler.state import RequestState, move
 from pdcore.scheduler.table import RequestTable
-from pdcore.scheduler.validate import refuse_what_cannot_fit
+from pdcore.scheduler.validate import policy_key, refuse_what_cannot_fit
 
 __all__ = ["UnifiedScheduler"]
 
@@ -127,11 +128,12 @@ class UnifiedScheduler(Scheduler):
         now = core.clock.now()
         if request.arrival_time is None:
             request = attrs.evolve(request, arrival_time=now)
+        key = policy_key(core, request)
         self._num_added += 1
         uid = self._num_added
         if core.connector is not None:
             core.connector.request_added(request, uid)
-        state = self._new_state(request, uid)
+        state = self._new_state(request, uid, key)
         core.requests[uid] = state
         core.uids[request.request_id] = uid
         if request.deadline is not None:
@@ -336,7 +338,7 @@ class UnifiedScheduler(Scheduler):
             f"{core.manager.pool}>"
         )
 
-    def _new_state(self, request: Request, uid: int) -> RequestState:
+    def _new_state(self, request: Request, uid: int, key: Any) -> RequestState:
         core = self._core
         limit = min(
             request.num_prompt_tokens + request.sampling.max_tokens, core.limits.max_model_len
@@ -355,6 +357,7 @@ class UnifiedScheduler(Scheduler):
             limit=limit,
             limited_by_pool=limited_by_pool,
             arrival_time=request.arrival_time,
+            queue_key=(key, 0),
         )
 
     def _compile(self, state: RequestState) -> None:

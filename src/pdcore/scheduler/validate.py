@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pdcore.errors import InvalidRequest
 from pdcore.request import Request
 from pdcore.scheduler.core import Core
 
-__all__ = ["refuse_what_cannot_fit"]
+__all__ = ["policy_key", "refuse_what_cannot_fit"]
 
 
 def refuse_what_cannot_fit(core: Core, request: Request) -> None:
@@ -43,3 +45,16 @@ def refuse_what_cannot_fit(core: Core, request: Request) -> None:
             f"request {request.request_id!r} asks for structured output, but the scheduler has "
             "no grammar; pass grammar= when you make it"
         )
+
+
+def policy_key(core: Core, request: Request) -> Any:
+    """The policy's key for a request; raises `InvalidRequest` when there is none."""
+    try:
+        key = core.policy.key(request)
+        core.waiting.can_compare(key)
+    except Exception as error:
+        raise InvalidRequest(
+            f"request {request.request_id!r} was refused: the policy's key() raised {error!r}, or "
+            "returned what cannot be compared with other keys"
+        ) from error
+    return key

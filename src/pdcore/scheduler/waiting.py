@@ -63,23 +63,26 @@ class WaitingTable:
     def __contains__(self, state: RequestState) -> bool:
         return state.uid in self._live
 
-    def join(self, state: RequestState, key: Any, *, ahead: bool = False) -> None:
-        """Add a request behind its equals, or ahead of them."""
+    def join(self, state: RequestState, *, ahead: bool = False) -> None:
+        """Add a request behind those with an equal key, or ahead of them."""
         if ahead:
             self._first -= 1
-            state.queue_key = (key, self._first)
+            state.queue_key = (state.queue_key[0], self._first)
         else:
             self._last += 1
-            state.queue_key = (key, self._last)
+            state.queue_key = (state.queue_key[0], self._last)
         self.put_back(state)
 
     def put_back(self, state: RequestState) -> None:
         """Return a request to the place it had."""
-        assert state.queue_key is not None
         self._num_pushed += 1
         entry = (*state.queue_key, self._num_pushed, state)
         self._live[state.uid] = entry
         heapq.heappush(self._heap, entry)
+
+    def can_compare(self, key: Any) -> bool:
+        """Whether a key has an order with those that are here; raises what its ``<`` raises."""
+        return not self._heap or (key < self._heap[0][0]) in (True, False)
 
     def peek(self) -> RequestState | None:
         """The first in order, or None."""
