@@ -1,0 +1,74 @@
+"""The queue against a sorted list."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcore import Request
+from pdcore.kvcache import TokenSequence
+from pdcore.scheduler.alarms import Alarms
+from pdcore.scheduler.base import RequestHandle
+from pdcore.scheduler.state import RequestState
+from pdcore.scheduler.waiting import WaitingTable
+
+
+def make_state(uid: int, key: int) -> RequestState:
+    request = Request(f"r{uid}", [1] * (uid % 5 + 1))
+    return RequestState(
+        handle=RequestHandle(request.request_id, uid),
+        request=request,
+        sequence=TokenSequence(request.prompt_token_ids),
+        limit=9,
+        limited_by_pool=False,
+        arrival_time=float(uid),
+        queue_key=(key, 0),
+    )
+
+
+@given(st.data())
+def test_the_queue_is_a_stable_order_by_key(data: st.DataObject) -> None:
+    """Equals keep their order of joining; those that return go ahead of their equals, or back."""
+    table, model, away = WaitingTable(), [], []
+    for uid in range(data.draw(st.integers(0, 40))):
+        kind = data.draw(st.sampled_from(["join", "ahead", "remove", "put back"]))
+        if kind in ("join", "ahead"):
+            state = make_state(uid, data.draw(st.integers(0, 2)))
+            table.join(state, ahead=kind == "ahead")
+            model.append(state)
+        elif kind == "remove" and model:
+            state = model.pop(data.draw(st.integers(0, len(model) - 1)))
+            table.remove(state)
+            away.append(state)
+        elif kind == "put back" and away:
+            state = away.pop()
+            table.put_back(state)
+            model.append(state)
+        model.sort(key=lambda state: state.queue_key)
+        assert list(table) == model
+        assert table.peek() is (model[0] if model else None)
+        assert len(table) == len(model)
+        assert all(state not in table for state in away)
+        assert sorted(s.uid for s in table.view().states) == sorted(s.uid for s in model)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["set", "cancel", "due"]), st.integers(0, 4))))
+def test_alarms_ring_once_in_order_and_never_after_they_are_cancelled(
+    calls: list[tuple[str, int]],
+) -> None:
+    """Setting one again moves it."""
+    alarms, model, now = Alarms(), {}, 0
+    for place, (kind, number) in enumerate(calls):
+        if kind == "set":
+            model[number] = (now + number, place)
+            alarms.set(number, now + number)
+        elif kind == "cancel":
+            model.pop(number, None)
+            alarms.cancel(number)
+        else:
+            now += number
+            due = sorted((entry, name) for name, entry in model.items() if entry[0] <= now)
+            assert alarms.take_due(now) == [name for _, name in due]
+            for _, name in due:
+                del model[name]
+        assert alarms.next() == min((time for time, _ in model.values()), default=None)

@@ -1,0 +1,96 @@
+"""Requests are refused at construction when they can never be served."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcore import Request, RequestStatus, SamplingParams
+from pdcore.errors import IllegalTransition, InvalidRequest
+from pdcore.kvcache import TokenSequence
+from pdcore.request import TRANSITIONS
+from pdcore.scheduler.base import RequestHandle
+from pdcore.scheduler.state import RequestState, move
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2.5),
+        ("min_tokens", 17),
+        ("min_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("min_p", -0.5),
+        ("min_p", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (2**31,)),
+        ("n", 2),
+        ("logprobs", 1),
+        ("presence_penalty", 0.5),
+    ],
+)
+def test_a_bad_sampling_parameter_is_refused_by_name(name: str, value: object) -> None:
+    """The one line that the user sees names the parameter and its value."""
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[1, 2]], [1.5], ["a"], [-1], [2**31], np.zeros((2, 2), np.int32), 5]
+)
+def test_a_bad_prompt_is_refused(prompt: object) -> None:
+    """An empty prompt, a nested one, and ids that are none."""
+    with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+        Request("r", prompt)
+
+
+def test_a_request_keeps_its_own_copy_of_the_prompt() -> None:
+    """Writing to the caller's array changes nothing, and nobody can write to the request's."""
+    prompt = np.array([1, 2, 3], np.int32)
+    request = Request("r", prompt)
+    prompt[0] = 9
+    assert request.prompt_token_ids.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        request.prompt_token_ids[0] = 9
+    assert attrs.evolve(request, priority=1).prompt_token_ids is request.prompt_token_ids
+
+
+@given(st.lists(st.sampled_from(RequestStatus), max_size=8))
+def test_status_changes_only_along_the_table(path: list[RequestStatus]) -> None:
+    """A move that the table does not allow raises, tells the history, and changes nothing."""
+    request = Request("r", [1])
+    state = RequestState(
+        handle=RequestHandle("r", 1),
+        request=request,
+        sequence=TokenSequence(request.prompt_token_ids),
+        limit=2,
+        limited_by_pool=False,
+        arrival_time=0.0,
+        queue_key=(0, 0),
+    )
+    walked = deque([RequestStatus.WAITING])
+    for target in path:
+        if target in TRANSITIONS[state.status]:
+            move(state, target)
+            walked.append(target)
+        else:
+            with pytest.raises(IllegalTransition, match=" -> ".join(s.value for s in walked)):
+                move(state, target)
+        assert state.status is walked[-1]
