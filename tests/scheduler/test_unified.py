@@ -1,0 +1,435 @@
+"""What the scheduler promises beyond the choice of tokens: hooks, deadlines, grammars, words."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pdcore import (
+    FCFS,
+    FinishReason,
+    KVCacheManager,
+    Limits,
+    LRUBlockPool,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    UnifiedScheduler,
+    VirtualClock,
+)
+from pdcore.connector.null import NullSchedulerConnector
+from pdcore.errors import ConfigError, DuplicateRequest, InvalidRequest, OutputOrder
+from pdcore.kvcache import KVCacheConfig, KVCacheSpec
+from pdcore.scheduler import Admission, GrammarBackend, GrammarMatcher, SkipCode
+from pdcore.testing import FakeKVRunner
+from pdcore.testing.drive import Driver
+
+VOCAB_SIZE = 64
+
+
+class Rig:
+    """A scheduler with everything that a test may want to look at."""
+
+    def __init__(self, *, num_blocks: int = 33, block_size: int = 4, **kwargs: Any) -> None:
+        self.clock = VirtualClock()
+        self.runner = FakeKVRunner(
+            block_size=block_size, num_blocks=num_blocks, vocab_size=VOCAB_SIZE
+        )
+        spec = self.runner.get_kv_cache_spec()
+        self.runner.initialize_from_config(KVCacheConfig(spec=spec, num_blocks=num_blocks))
+        self.pool = LRUBlockPool(num_blocks, block_size)
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+        limits |= kwargs.pop("limits", {})
+        self.scheduler = UnifiedScheduler(
+            KVCacheManager(self.pool), limits=Limits(**limits), clock=self.clock, **kwargs
+        )
+        self.driver = Driver(self.scheduler, self.runner, clock=self.clock)
+
+    def add(self, name: str, num_tokens: int = 5, *, max_tokens: int = 3, **kwargs: Any) -> None:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, structured_output=kwargs.pop("structured_output", None)
+        )
+        prompt = kwargs.pop("prompt", range(4, 4 + num_tokens))
+        self.driver.add(Request(name, prompt, sampling=sampling, **kwargs))
+
+    def ends(self) -> dict[str, FinishReason | None]:
+        return {name: got.finish_reason for name, got in self.driver.run().items()}
+
+
+class FailingPolicy(FCFS):
+    """Every scalar hook but key() fails for the request named "bad"."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def _fail(self, hook: str, request: Request) -> None:
+        if hook == self.hook and request.request_id == "bad":
+            raise RuntimeError(f"{hook} is broken")
+
+    def key(self, request: Request) -> Any:
+        self._fail("key", request)
+        return super().key(request)
+
+    def admit(self, request: Request, context: Any) -> Admission:
+        self._fail("admit", request)
+        return super().admit(request, context)
+
+    def chunk(self, request: Request, num_tokens: int, token_budget: int) -> int:
+        self._fail("chunk", request)
+        return super().chunk(request, num_tokens, token_budget)
+
+    def displace(self, request: Request, running: Any) -> int | None:
+        self._fail("displace", request)
+        return None
+
+
+@pytest.mark.parametrize("hook", ["admit", "chunk", "displace"])
+def test_a29_a_hook_that_raises_costs_its_request_alone(hook: str) -> None:
+    """The one request ends with an error that names the hook; all others get their tokens."""
+    rig = Rig(policy=FailingPolicy(hook), limits={"max_num_seqs": 2})
+    for start, name in enumerate(("one", "two", "bad", "three"), 4):
+        rig.add(name, prompt=range(start, start + 6))
+    assert rig.ends() == {
+        "one": FinishReason.LENGTH,
+        "two": FinishReason.LENGTH,
+        "bad": FinishReason.ERROR,
+        "three": FinishReason.LENGTH,
+    }
+    end = rig.driver.delivered["bad"].end
+    assert end is not None
+    assert f"{hook} is broken" in (end.cause or "")
+
+
+def test_a_key_that_raises_or_cannot_be_compared_refuses_its_request() -> None:
+    """The queue never holds a key that would break it."""
+    rig = Rig(policy=FailingPolicy("key"))
+    rig.add("good")
+    with pytest.raises(InvalidRequest, match="key is broken"):
+        rig.add("bad")
+
+    class Mixed(FCFS):
+        def key(self, request: Request) -> Any:
+            return request.metadata
+
+    rig = Rig(policy=Mixed())
+    rig.add("number", metadata=1)
+    with pytest.raises(InvalidRequest, match="cannot be compared"):
+        rig.add("text", metadata="x")
+    assert rig.ends()["number"] is FinishReason.LENGTH
+
+
+class BrokenOrder(FCFS):
+    """Gives a useless answer."""
+
+    dynamic = True
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def order(self, waiting: Any, now: float) -> npt.NDArray[np.intp]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return np.array(self.answer)
+
+
+class BrokenVictim(FCFS):
+    """Names a request that is not there."""
+
+    def victim(self, running: Any) -> int:
+        return 99
+
+
+def test_a_victim_that_is_not_there_is_replaced_by_the_last_to_start() -> None:
+    """The broken hook is counted, and every request gets its tokens all the same."""
+    rig = Rig(policy=BrokenVictim(), num_blocks=9)
+    for index in range(3):
+        rig.add(f"r{index}", prompt=range(4 + index, 14 + index), max_tokens=12)
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    stats = rig.scheduler.stats()
+    assert stats.num_policy_errors == stats.num_preemptions > 0
+    for got in rig.driver.delivered.values():
+        assert got.token_ids == rig.runner.solo_tokens(got.request)
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("broken"), [0, 0], [5], []])
+def test_an_array_hook_that_fails_costs_a_step_in_order_of_arrival(answer: Any) -> None:
+    """Broken answers are counted, and the step goes on first come, first served."""
+    rig = Rig(policy=BrokenOrder(answer), limits={"max_num_seqs": 1})
+    for name in ("one", "two"):
+        rig.add(name)
+    plan = rig.scheduler.schedule()
+    assert [new.request_id for new in plan.scheduled_new_reqs] == ["one"]
+    assert rig.scheduler.stats().num_policy_errors == 1
+
+
+def test_a_dynamic_policy_orders_the_queue_in_every_step() -> None:
+    """order() decides over columns, with the clock of the moment."""
+
+    class OldestDeadline(FCFS):
+        dynamic = True
+
+        def order(self, waiting: Any, now: float) -> npt.NDArray[np.intp]:
+            return np.argsort(waiting.deadline, kind="stable")
+
+    rig = Rig(policy=OldestDeadline(), limits={"max_num_seqs": 1})
+    for name, deadline in (("late", 90.0), ("none", None), ("soon", 50.0)):
+        rig.add(name, deadline=deadline, max_tokens=1)
+    started = []
+    while rig.scheduler.has_requests():
+        plan = rig.scheduler.schedule()
+        started += [new.request_id for new in plan.scheduled_new_reqs]
+        rig.runner.execute_model(plan)
+        rig.scheduler.update_from_output(plan, rig.runner.sample_tokens(None))
+    assert started == ["soon", "late", "none"]
+
+
+@pytest.mark.parametrize("verdict", [Admission.SKIP, Admission.STOP])
+def test_admit_decides_who_waits_and_whether_others_may_pass(verdict: Admission) -> None:
+    """SKIP lets the next one run; STOP keeps everybody behind out."""
+
+    class Gate(FCFS):
+        is_open = False
+
+        def admit(self, request: Request, context: Any) -> Admission:
+            closed = request.request_id == "gated" and not self.is_open
+            return verdict if closed else Admission.ADMIT
+
+    gate = Gate()
+    rig = Rig(policy=gate)
+    for name in ("gated", "next"):
+        rig.add(name)
+    rig.driver.step()
+    runs = rig.scheduler.status("next") is RequestStatus.RUNNING
+    assert runs == (verdict is Admission.SKIP)
+    assert rig.scheduler.status("gated") is RequestStatus.WAITING
+    assert "the policy" in (rig.scheduler.explain("gated").waits_on or "")
+    gate.is_open = True
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    """Running and waiting requests time out on an empty step too, and say where they were."""
+    rig = Rig(limits={"max_num_seqs": 1})
+    rig.add("running", max_tokens=50, deadline=10.0)
+    rig.add("waiting", deadline=10.0)
+    rig.add("patient")
+    rig.driver.step()
+    assert rig.scheduler.next_wakeup() == 10.0
+    rig.clock.advance(10.0)
+    assert rig.scheduler.has_work()
+    rig.driver.step()
+    for name, status in (("running", "RUNNING"), ("waiting", "WAITING")):
+        end = rig.driver.delivered[name].end
+        assert end is not None
+        assert end.finish_reason is FinishReason.TIMEOUT
+        assert status in (end.cause or "")
+    assert rig.ends()["patient"] is FinishReason.LENGTH
+
+
+def test_pause_plans_nothing_and_resume_goes_on() -> None:
+    """A paused scheduler still ends requests whose deadline passes."""
+    rig = Rig()
+    rig.add("r")
+    rig.add("late", deadline=5.0)
+    rig.driver.step()
+    rig.scheduler.pause()
+    assert not rig.scheduler.schedule().rows.size
+    assert rig.scheduler.explain("r").code is SkipCode.PAUSED
+
+
+def test_results_come_in_order_and_plans_are_abandoned_newest_first() -> None:
+    """Anything else raises, and changes nothing."""
+    rig = Rig()
+    rig.add("r", max_tokens=9)
+    plans = [rig.scheduler.schedule() for _ in range(2)]
+    before = rig.scheduler.fingerprint()
+    nothing = ModelRunnerOutput(
+        rows=plans[1].rows,
+        epochs=plans[1].epochs,
+        sampled_token_ids=np.ones((plans[1].rows.size, 1), np.int32),
+    )
+    with pytest.raises(OutputOrder, match="oldest"):
+        rig.scheduler.update_from_output(plans[1], nothing)
+    with pytest.raises(OutputOrder, match="newest"):
+        rig.scheduler.abandon(plans[0])
+    assert rig.scheduler.fingerprint() == before
+    for plan in reversed(plans):
+        rig.scheduler.abandon(plan)
+        rig.scheduler.check()
+    assert rig.ends() == {"r": FinishReason.LENGTH}
+
+
+def test_a_plan_that_was_abandoned_comes_again_the_same() -> None:
+    """The same rows, tokens and blocks; only epochs and step ids go on."""
+    rig = Rig(num_blocks=9)
+    for index in range(4):
+        rig.add(f"r{index}", 9 + index, max_tokens=8)
+    for _ in range(12):
+        first = rig.scheduler.schedule()
+        rig.scheduler.abandon(first)
+        again = rig.scheduler.schedule()
+        for name in ("rows", "num_scheduled_tokens", "num_computed_tokens", "block_ids"):
+            assert getattr(first, name).tolist() == getattr(again, name).tolist()
+        rig.runner.execute_model(again)
+        rig.scheduler.update_from_output(again, rig.runner.sample_tokens(None))
+        rig.scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompt", "words"),
+    [
+        ({"max_model_len": 8}, range(8), "max_model_len is 8"),
+        ({"max_model_len": 1000}, range(33), "needs 9 blocks; the pool has 8"),
+        ({"enable_chunked_prefill": False}, range(17), "chunked prefill is off"),
+        ({"vocab_size": 10}, [3, 10], "token id 10; the vocabulary ends at 9"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_the_numbers(
+    limits: dict[str, Any], prompt: Any, words: str
+) -> None:
+    """The refusal is one line, and the requests that are there are unharmed."""
+    rig = Rig(num_blocks=9, limits=limits)
+    rig.add("good", prompt=[1, 2, 3])
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        rig.add("bad", prompt=prompt)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DuplicateRequest, match="good"):
+        rig.add("good")
+    assert rig.ends() == {"good": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 32, "max_num_batched_tokens": 16}, "max_num_batched_tokens=16"),
+        ({"load_timeout_s": 0.0}, "load_timeout_s"),
+        ({"on_load_failure": "pray"}, "'pray'"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused_by_name(limits: dict[str, Any], words: str) -> None:
+    """A bound out of range, and two that contradict each other."""
+    with pytest.raises(ConfigError, match=words):
+        Limits(**limits)
+
+
+def test_a_connector_with_a_sliding_window_is_refused() -> None:
+    """It would hand over blocks that are not there any more."""
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, sliding_window=8)
+    manager = KVCacheManager(LRUBlockPool(9, 4), groups=(spec,))
+    with pytest.raises(ConfigError, match="sliding window"):
+        UnifiedScheduler(manager, connector=NullSchedulerConnector())
+
+
+class EvenTokens(GrammarMatcher):
+    """Allows even tokens only."""
+
+    def accept(self, token_id: int) -> bool:
+        return token_id % 2 == 0
+
+    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
+        bits[:] = 0x55555555
+
+
+class Compiler(GrammarBackend):
+    """Hands out futures for the test to fill."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[GrammarMatcher]] = {}
+
+    def compile(self, request: Request) -> Future[GrammarMatcher]:
+        future: Future[GrammarMatcher] = Future()
+        self.futures[request.request_id] = future
+        return future
+
+
+def test_a30_a_request_waits_for_its_grammar_without_holding_up_others() -> None:
+    """It draws allowed tokens once compiled; a failed, late or aborted one ends alone."""
+    compiler = Compiler()
+    rig = Rig(grammar=compiler, limits={"grammar_timeout_s": 5.0})
+    for name in ("good", "fails", "late", "aborted"):
+        rig.add(name, structured_output="even", max_tokens=6)
+    rig.add("plain", max_tokens=2)
+    rig.driver.step()
+    assert rig.scheduler.status("good") is RequestStatus.WAITING_FOR_GRAMMAR
+    assert rig.scheduler.status("plain") is RequestStatus.RUNNING
+    compiler.futures["good"].set_result(EvenTokens())
+    compiler.futures["fails"].set_exception(ValueError("no such rule"))
+    rig.driver.abort(["aborted"])
+    rig.driver.step()
+    rig.clock.advance(5.0)
+    assert rig.ends() == {
+        "good": FinishReason.LENGTH,
+        "fails": FinishReason.ERROR,
+        "late": FinishReason.ERROR,
+        "aborted": FinishReason.ABORT,
+        "plain": FinishReason.LENGTH,
+    }
+    assert all(token % 2 == 0 for token in rig.driver.delivered["good"].token_ids)
+    assert compiler.futures["aborted"].cancelled()
+    assert compiler.futures["late"].cancelled()
+
+
+def test_a_token_that_the_grammar_does_not_allow_ends_its_request() -> None:
+    """A runner that ignores the mask is found out, and nobody else suffers."""
+    compiler = Compiler()
+    rig = Rig(grammar=compiler)
+    rig.add("strict", structured_output="even", max_tokens=60)
+    rig.add("plain", max_tokens=20)
+    compiler.futures["strict"].set_result(EvenTokens())
+    while rig.scheduler.has_requests():
+        plan = rig.scheduler.schedule()
+        rig.runner.execute_model(plan)
+        rig.driver._collect(
+            rig.scheduler.update_from_output(plan, rig.runner.sample_tokens(None)).outputs
+        )
+    ends = {name: got.finish_reason for name, got in rig.driver.delivered.items()}
+    assert ends == {"strict": FinishReason.ERROR, "plain": FinishReason.LENGTH}
+    assert rig.driver.delivered["strict"].token_ids[-1] % 2 == 1
+
+
+def test_structured_output_without_a_grammar_is_refused() -> None:
+    """Constraints are never dropped silently."""
+    with pytest.raises(InvalidRequest, match="grammar"):
+        Rig().add("r", structured_output="even")
+
+
+class BrokenConnector(NullSchedulerConnector):
+    """One of its methods raises."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(f"{method} is broken")
+
+        setattr(self, method, broken)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("get_num_new_matched_tokens", FinishReason.ERROR),
+        ("take_events", FinishReason.LENGTH),
+        ("build_connector_meta", FinishReason.LENGTH),
+        ("request_finished", FinishReason.LENGTH),
+    ],
+)
+def test_c28_a_connector_that_raises_never_takes_the_engine_down(
+    method: str, reason: FinishReason, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What concerns one request ends that one; the rest is logged and goes on."""
+    rig = Rig(connector=BrokenConnector(method))
+    for name in ("one", "two"):
+        rig.add(name)
+    assert rig.ends() == {"one": reason, "two": reason}
+    if reason is FinishReason.LENGTH:
+        assert f"{method} is broken" in caplog.text
