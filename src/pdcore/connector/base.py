@@ -97,7 +97,7 @@ class FinishedBlocks:
 
 @attrs.frozen(kw_only=True)
 class HandOver:
-    """A connector's wish that the blocks of an ended request stay, and what to tell the decode side.
+    """A wish that the blocks of an ended request stay, and what to tell the decode side.
 
     Args:
         transfer_id: named again in `ConnectorEvents.finished_sending` when the blocks may go; None
@@ -142,7 +142,7 @@ class SchedulerConnector(ABC):
         """Take what each rank's `WorkerConnector.get_handshake_metadata` returned, by rank."""
 
     def request_added(self, request: Request, uid: int) -> None:  # noqa: B027
-        """A request joined the queue. Check its ``kv_transfer_params``, renew its lease from now on.
+        """A request joins the queue. Check its ``kv_transfer_params``, renew its lease from now.
 
         Raises:
             InvalidTransferParams: the parameters are not acceptable; the request is refused.

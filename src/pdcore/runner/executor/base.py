@@ -24,7 +24,7 @@ class Executor(ABC):
         """Start the workers and build their runners; return when all are ready.
 
         Raises:
-            Exception: whatever a worker's runner raised while it was built; nothing is left running.
+            Exception: whatever a worker's runner raised while it was built; nothing is left.
         """
 
     @overload

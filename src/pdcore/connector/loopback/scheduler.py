@@ -1,0 +1,283 @@
+"""The scheduler's half of a loopback connector: tickets, leases, and which loads to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from pdcore.clock import Clock
+from pdcore.connector.base import (
+    ConnectorEvents,
+    ExternalMatch,
+    FinishedBlocks,
+    HandOver,
+    KVLoad,
+    SchedulerConnector,
+)
+from pdcore.connector.loopback.fabric import LoopbackEngine, LoopbackFabric
+from pdcore.connector.loopback.meta import LoopbackLoad, LoopbackMeta
+from pdcore.connector.loopback.ticket import LoopbackTicket, wants_hand_over
+from pdcore.errors import InvalidTransferParams
+from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
+from pdcore.request import FinishReason, Request
+
+__all__ = ["LoopbackSchedulerConnector"]
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Remote:
+    """A request whose prompt a peer has computed."""
+
+    uid: int
+    request: Request
+    ticket: LoopbackTicket
+    renew_at: float
+    is_open: bool = True
+    """Whether the ticket can still be loaded from, as far as this side knows."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Load:
+    """A load that the scheduler waits for, or that has its blocks in quarantine."""
+
+    remote: _Remote
+    load: KVLoad
+    is_sent: bool = False
+    is_cancelled: bool = False
+
+
+class LoopbackSchedulerConnector(SchedulerConnector):
+    """Hands over and loads. Made by `LoopbackConnector.scheduler_side`."""
+
+    def __init__(
+        self, fabric: LoopbackFabric, engine: LoopbackEngine, *, block_size: int, lease_s: float
+    ) -> None:
+        super().__init__()
+        self._fabric = fabric
+        self._engine = engine
+        self._block_size = block_size
+        self._lease_s = lease_s
+        self._num_granted = 0
+        self._remotes: dict[int, _Remote] = {}
+        # By identity: an id may be used again, and `get_num_new_matched_tokens` knows no uid.
+        self._by_request: dict[Request, _Remote] = {}
+        self._loads: dict[TransferKey, _Load] = {}
+        self._orders_cancelled: list[TransferKey] = []
+        self._orders_cut_off: list[TransferKey] = []
+
+    def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:
+        self._engine.notify = notify
+
+    def request_added(self, request: Request, uid: int) -> None:
+        ticket = LoopbackTicket.from_params(request.kv_transfer_params)
+        if ticket is None:
+            return
+        if not self._fabric.knows(ticket.engine_id):
+            raise InvalidTransferParams(
+                f"engine {ticket.engine_id!r} never joined this fabric: make its connector on the "
+                "same LoopbackFabric"
+            )
+        if ticket.block_size != self._block_size:
+            raise InvalidTransferParams(
+                f"engine {ticket.engine_id!r} has blocks of {ticket.block_size} tokens, this one "
+                f"of {self._block_size}: use one block size"
+            )
+        remote = _Remote(uid=uid, request=request, ticket=ticket, renew_at=0.0)
+        self._renew(remote)
+        self._remotes[uid] = self._by_request[request] = remote
+
+    def get_num_new_matched_tokens(self, request: Request, num_local_tokens: int) -> ExternalMatch:
+        remote = self._by_request.get(request)
+        if remote is None or not remote.is_open:
+            return ExternalMatch(num_tokens=0)
+        # The last prompt token is always computed here, so that there is something to sample from.
+        num_useful = min(remote.ticket.num_tokens, request.num_prompt_tokens - 1)
+        return ExternalMatch(num_tokens=max(0, num_useful - num_local_tokens), is_async=True)
+
+    def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
+        remote = self._remotes[load.transfer.uid]
+        self._loads[load.transfer] = _Load(remote=remote, load=load)
+
+    def undo_alloc(self, request: Request, load: KVLoad) -> None:
+        self._loads.pop(load.transfer, None)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> LoopbackMeta | None:
+        self._release_unneeded(output)
+        unsent = [load for load in self._loads.values() if not load.is_sent]
+        for load in unsent:
+            load.is_sent = True
+        cancelled, self._orders_cancelled = self._orders_cancelled, []
+        cut_off, self._orders_cut_off = self._orders_cut_off, []
+        if not self._loads:
+            return None
+        # While a load is in flight even an empty order goes out: the worker moves when it is asked.
+        return LoopbackMeta(
+            loads=tuple(LoopbackLoad(ticket=u.remote.ticket, load=u.load) for u in unsent),
+            cancelled=tuple(cancelled),
+            cut_off=tuple(cut_off),
+        )
+
+    def rebuild_connector_meta(self, meta: LoopbackMeta) -> None:
+        for order in meta.loads:
+            # A load that was undone as well is not there any more.
+            if order.load.transfer in self._loads:
+                self._loads[order.load.transfer].is_sent = False
+        self._orders_cancelled[:0] = meta.cancelled
+        self._orders_cut_off[:0] = meta.cut_off
+
+    def request_finished(
+        self, request: Request, uid: int, blocks: FinishedBlocks
+    ) -> HandOver | None:
+        remote = self._remotes.pop(uid, None)
+        if remote is not None:
+            del self._by_request[request]
+            self._release(remote)
+        is_complete = blocks.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not (is_complete and blocks.num_tokens and wants_hand_over(request.kv_transfer_params)):
+            return None
+        return self._grant(blocks)
+
+    def cancel(self, transfer: TransferKey) -> None:
+        load = self._loads.get(transfer)
+        if load is None or load.is_cancelled:
+            return
+        load.is_cancelled = True
+        if load.is_sent:
+            self._order_now(self._orders_cancelled, transfer)
+        else:
+            self.update_connector_output(TransferReport(failed=(_cancelled(load),)))
+
+    def cut_off(self, transfer: TransferKey) -> None:
+        if transfer in self._loads:
+            self._order_now(self._orders_cut_off, transfer)
+
+    def update_connector_output(self, report: TransferReport) -> None:
+        """Take the worker's report: what came whole must be vouched for by the peer."""
+        finished: list[TransferKey] = []
+        failed: list[LoadFailure] = []
+        for transfer in report.finished_recving:
+            load = self._loads.pop(transfer, None)
+            refusal = None if load is None else self._vouch(load)
+            if refusal is None:
+                finished.append(transfer)
+            else:
+                failed.append(refusal)
+        for failure in report.failed:
+            load = self._loads.pop(failure.transfer, None)
+            failed.append(failure if load is None else self._checked(load, failure))
+        super().update_connector_output(
+            TransferReport(finished_recving=tuple(finished), failed=tuple(failed))
+        )
+
+    def take_events(self) -> ConnectorEvents:
+        now = self._fabric.clock.now()
+        for remote in self._remotes.values():
+            if remote.is_open and now >= remote.renew_at:
+                self._renew(remote)
+        self._engine.has_news = False
+        released = self._engine.registry.take_released()
+        return attrs.evolve(super().take_events(), finished_sending=released)
+
+    def next_wakeup(self) -> float | None:
+        if self._reports or self._engine.has_news:
+            return self._fabric.clock.now()
+        times = [remote.renew_at for remote in self._remotes.values() if remote.is_open]
+        for time in (self._engine.registry.next_deadline(), self._fabric.next_due(self._engine)):
+            if time is not None:
+                times.append(time)
+        return min(times, default=None)
+
+    def has_pending(self) -> bool:
+        return bool(self._loads or self._reports or self._engine.registry.has_pending)
+
+    def explain(self, request: Request) -> str | None:
+        remote = self._by_request.get(request)
+        if remote is None:
+            return None
+        return f"its KV from engine {remote.ticket.engine_id!r} ({remote.ticket.transfer_id})"
+
+    def close(self) -> None:
+        self._engine.is_alive = False
+        self._engine.notify = lambda: None
+
+    # The prefill side.
+
+    def _grant(self, blocks: FinishedBlocks) -> HandOver:
+        num_blocks = -(-blocks.num_tokens // self._block_size)
+        self._num_granted += 1
+        ticket = LoopbackTicket(
+            engine_id=self._engine.engine_id,
+            engine_epoch=self._engine.epoch,
+            transfer_id=f"{self._engine.engine_id}-{self._engine.epoch}-{self._num_granted}",
+            block_ids=tuple(blocks.block_ids[:num_blocks].tolist()),
+            generations=tuple(blocks.generations[:num_blocks].tolist()),
+            num_tokens=blocks.num_tokens,
+            block_size=self._block_size,
+            lease_s=self._lease_s,
+        )
+        self._engine.registry.grant(
+            ticket.transfer_id,
+            ticket.block_ids,
+            ticket.generations,
+            ticket.num_tokens,
+            ticket.lease_s,
+        )
+        return HandOver(transfer_id=ticket.transfer_id, kv_transfer_params=ticket.to_params())
+
+    # The decode side.
+
+    def _renew(self, remote: _Remote) -> None:
+        answer = self._fabric.renew(remote.ticket)
+        remote.is_open = bool(answer)
+        # Twice a lease, so that one late step does not lose it.
+        remote.renew_at = self._fabric.clock.now() + answer.remaining_s / 2
+
+    def _order_now(self, orders: list[TransferKey], transfer: TransferKey) -> None:
+        """Queue an order and wake the loop for the step that carries it."""
+        orders.append(transfer)
+        self._fabric.set_due(self._engine, transfer, self._fabric.clock.now())
+
+    def _release(self, remote: _Remote) -> None:
+        """Tell the peer, once, that nothing (more) will be read."""
+        if remote.is_open:
+            remote.is_open = False
+            self._fabric.release(remote.ticket)
+
+    def _release_unneeded(self, output: SchedulerOutput) -> None:
+        """A request that runs has all it wants: found here, brought, or given up."""
+        for new in output.scheduled_new_reqs:
+            remote = self._remotes.get(new.uid)
+            if remote is not None:
+                self._release(remote)
+
+    def _vouch(self, load: _Load) -> LoadFailure | None:
+        """Ask the peer whether the data is what its ticket promised; None is a yes."""
+        if load.is_cancelled:
+            return _cancelled(load)
+        key = load.load.transfer
+        consumer = f"{self._engine.engine_id}-{self._engine.epoch}-{key.uid}-{key.attempt}"
+        answer = self._fabric.accept(load.remote.ticket, consumer=consumer)
+        load.remote.is_open = False
+        if answer:
+            return None
+        return LoadFailure(
+            transfer=key,
+            num_valid_tokens=load.load.num_local_tokens,
+            cause=f"engine {load.remote.ticket.engine_id!r} does not vouch for it: {answer.reason}",
+        )
+
+    def _checked(self, load: _Load, failure: LoadFailure) -> LoadFailure:
+        """Trust what a failed load did bring only while the peer still holds the blocks."""
+        self._renew(load.remote)
+        if load.remote.is_open:
+            return failure
+        return attrs.evolve(failure, num_valid_tokens=load.load.num_local_tokens)
+
+
+def _cancelled(load: _Load) -> LoadFailure:
+    return LoadFailure(
+        transfer=load.load.transfer,
+        num_valid_tokens=load.load.num_local_tokens,
+        cause="the load was cancelled",
+    )

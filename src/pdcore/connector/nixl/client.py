@@ -1,0 +1,138 @@
+"""The side channel's calling end, in the engine that takes KV."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdcore.connector.nixl.channel import Channel, client_proof, is_proof, new_nonce, server_proof
+from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.engine_name import EngineName
+from pdcore.connector.nixl.protocol import (
+    Challenge,
+    Hello,
+    Message,
+    ProtocolError,
+    Refusal,
+    Welcome,
+)
+from pdcore.errors import HandshakeRefused, PeerLost
+
+__all__ = ["PeerClient", "PeerRestarted"]
+
+_MAX_FRAME_BYTES = 1 << 20
+
+
+class PeerRestarted(PeerLost):
+    """Raised when another engine, or another life of the engine, answers at a peer's address."""
+
+
+class PeerClient:
+    """Asks one engine at one address, over a few connections that stay open.
+
+    Args:
+        host, port: where its side channel listens.
+        peer: who must answer there.
+        name: this engine.
+        config: key, limits and timeouts.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, peer: EngineName, name: EngineName, config: NixlConfig
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._peer = peer
+        self._name = name
+        self._config = config
+        self._slots = asyncio.Semaphore(config.max_connections_per_peer)
+        self._idle: list[Channel] = []
+
+    @property
+    def where(self) -> str:
+        """The peer as people know it."""
+        return f"engine {self._peer.engine_id[:16]} at {self._host}:{self._port}"
+
+    async def ask(self, request: Message) -> Message:
+        """Send a request and return its reply. Requests may be repeated on the way.
+
+        Raises:
+            PeerRestarted: somebody else answers at the address.
+            PeerLost: nobody answers in time.
+            HandshakeRefused: the two do not share a key, or do not speak the same version.
+        """
+        timeout_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), self._slots:
+                return await self._ask_over_any(request)
+        except TimeoutError:
+            raise PeerLost(f"{self.where} did not answer within {timeout_s:g} s") from None
+        except (OSError, EOFError) as error:
+            what = getattr(error, "strerror", None) or "the connection was closed"
+            raise PeerLost(f"{self.where} cannot be reached: {what}") from None
+        except ProtocolError as error:
+            raise PeerLost(f"{self.where} does not speak the protocol: {error}") from None
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _ask_over_any(self, request: Message) -> Message:
+        while self._idle:
+            try:
+                return await self._ask_over(self._idle.pop(), request)
+            except (OSError, EOFError):
+                continue  # the peer closed it while it was idle; requests can be repeated
+        return await self._ask_over(await self._connect(), request)
+
+    async def _ask_over(self, channel: Channel, request: Message) -> Message:
+        timeout_s = self._config.request_timeout_s
+        try:
+            await channel.send(request, timeout_s=timeout_s)
+            reply = await channel.receive(timeout_s=timeout_s)
+        except BaseException:
+            channel.close()
+            raise
+        self._idle.append(channel)
+        return reply
+
+    async def _connect(self) -> Channel:
+        reader, writer = await asyncio.open_connection(
+            self._host, self._port, limit=_MAX_FRAME_BYTES
+        )
+        channel = Channel(reader, writer, max_frame_bytes=_MAX_FRAME_BYTES)
+        try:
+            await self._authenticate(channel)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    async def _authenticate(self, channel: Channel) -> None:
+        timeout_s = self._config.request_timeout_s
+        challenge = await channel.receive(timeout_s=timeout_s)
+        if not isinstance(challenge, Challenge):
+            raise ProtocolError(f"a challenge was expected, not {type(challenge).__name__}")
+        hello = self._answer(challenge)
+        await channel.send(hello, timeout_s=timeout_s)
+        reply = await channel.receive(timeout_s=timeout_s)
+        if isinstance(reply, Refusal):
+            raise HandshakeRefused(f"{self.where} refused this engine: {reply.reason}")
+        expected = server_proof(self._config.key, challenge, hello)
+        if not isinstance(reply, Welcome) or not is_proof(reply.proof, expected):
+            raise HandshakeRefused(
+                f"{self.where} could not prove that it has the same key as this engine"
+            )
+        answered = EngineName(engine_id=challenge.engine_id, epoch=challenge.epoch)
+        if answered != self._peer:
+            raise PeerRestarted(self._restarted(answered))
+
+    def _answer(self, challenge: Challenge) -> Hello:
+        hello = Hello(engine_id=self._name.engine_id, epoch=self._name.epoch, nonce=new_nonce())
+        proof = client_proof(self._config.key, challenge, hello)
+        return Hello(engine_id=hello.engine_id, epoch=hello.epoch, nonce=hello.nonce, proof=proof)
+
+    def _restarted(self, answered: EngineName) -> str:
+        if answered.engine_id == self._peer.engine_id:
+            return f"{self.where} restarted since it made the ticket, so its KV is gone"
+        return f"another engine ({answered.engine_id[:16]}) answers in place of {self.where}"

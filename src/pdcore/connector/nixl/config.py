@@ -1,0 +1,115 @@
+"""Settings of the NIXL connector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import attrs
+
+from pdcore.connector.nixl.addresses import AllowedPeers, is_loopback
+from pdcore.errors import ConfigError
+
+__all__ = ["NixlConfig"]
+
+_MIN_KEY_BYTES = 16
+
+
+def _as_patterns(patterns: Iterable[str] | None) -> tuple[str, ...] | None:
+    if isinstance(patterns, str):
+        raise ConfigError(f"allowed_peers={patterns!r}: pass a list of patterns, not one string")
+    return None if patterns is None else tuple(patterns)
+
+
+@attrs.frozen(kw_only=True)
+class NixlConfig:
+    """How an engine reaches its peers, and how long it bears with them.
+
+    Args:
+        block_size: tokens in a block, as the block pool has it. Peers must have the same.
+        engine_id: names this engine to its peers; empty lets the connector make one.
+        host: where the side channel listens.
+        port: its port; 0 takes a free one.
+        advertised_host: what peers are told to connect to, when it is not ``host`` (for instance
+            because that is ``0.0.0.0``).
+        key: secret shared by all engines that may exchange KV, at least 16 bytes. Whoever has it
+            can read and write the whole KV memory. Needed unless ``host`` is a loopback address.
+            It keeps strangers out; it does not encrypt, so the network must be a trusted one.
+        allowed_peers: which addresses transfer parameters may name: hosts, ``host:port``, networks
+            (``10.0.0.0/8``) or name patterns (``*.cluster.local``). None means: any that a valid
+            signature vouches for if there is a key, else loopback only.
+        lease_s: how long a hand-over is kept without a sign of life from its reader.
+        request_timeout_s: how long a peer may take to answer one message.
+        max_params_bytes: how large ``kv_transfer_params`` may be, as JSON.
+        max_num_connections: how many peers' connections the side channel serves at once.
+        max_connections_per_peer: how many it opens to one peer.
+        load_poll_s: how often a loop that only waits for loads asks its workers.
+        busy_poll_s, idle_poll_s: how often a worker looks after those who read from it, while it
+            knows of some and otherwise.
+        stall_timeout_s: with reads from a peer in flight and none ending for so long, the peer is
+            cut off and its loads fail. Must be longer than the longest read takes.
+        idle_peer_timeout_s: without a read for so long, what was set up for a peer is let go.
+        doorbell_host: where workers listen for their own scheduler half.
+
+    Raises:
+        ConfigError: a setting is out of its range, or the host is reachable from outside and there
+            is no key.
+    """
+
+    block_size: int
+    engine_id: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertised_host: str = ""
+    key: bytes | None = attrs.field(default=None, repr=False)
+    allowed_peers: tuple[str, ...] | None = attrs.field(default=None, converter=_as_patterns)
+    lease_s: float = 30.0
+    request_timeout_s: float = 5.0
+    max_params_bytes: int = 1 << 20
+    max_num_connections: int = 256
+    max_connections_per_peer: int = 2
+    load_poll_s: float = 0.002
+    busy_poll_s: float = 0.0005
+    idle_poll_s: float = 0.05
+    stall_timeout_s: float = 30.0
+    idle_peer_timeout_s: float = 300.0
+    doorbell_host: str = "127.0.0.1"
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("block_size", "max_params_bytes", "max_num_connections"):
+            _check_count(name, getattr(self, name))
+        _check_count("max_connections_per_peer", self.max_connections_per_peer)
+        for name in ("lease_s", "request_timeout_s", "load_poll_s", "busy_poll_s"):
+            _check_seconds(name, getattr(self, name))
+        for name in ("idle_poll_s", "stall_timeout_s", "idle_peer_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        if len(self.engine_id) > 256 or not self.engine_id.isprintable():
+            raise ConfigError(
+                f"engine_id={self.engine_id!r}: pass a line of at most 256 characters"
+            )
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port}: pass 1..65535, or 0 for a free one")
+        self._check_key()
+        AllowedPeers(self.allowed_peers)
+
+    def _check_key(self) -> None:
+        if self.key is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"host={self.host!r} can be reached from other machines, so a key is needed: "
+                f"pass key=... (at least {_MIN_KEY_BYTES} random bytes, the same on every engine), "
+                "or host='127.0.0.1'"
+            )
+        if self.key is not None and len(self.key) < _MIN_KEY_BYTES:
+            raise ConfigError(
+                f"the key has {len(self.key)} bytes: pass at least {_MIN_KEY_BYTES} random ones"
+            )
+
+
+def _check_count(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name}={value}: must be at least 1")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}={value}: must be a finite number of seconds above 0")

@@ -1,0 +1,121 @@
+"""The one thread of the connector's scheduler half: an asyncio loop that talks to peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+__all__ = ["ControlThread"]
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 10.0
+_SHORT = "short"
+
+
+class ControlThread:
+    """Runs coroutines for a thread that must not block.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. Nothing runs, and nothing needs closing, before."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._loop,), name=self._name, daemon=True
+        )
+        self._thread.start()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], *, is_short: bool = False) -> None:
+        """Run a coroutine to its end or to `close`; from any thread. Its errors are logged.
+
+        Args:
+            coroutine: what to run.
+            is_short: whether `wait_idle` should wait for it.
+        """
+        if self._loop is None:
+            coroutine.close()
+            return
+        name = _SHORT if is_short else "long"
+        self._loop.call_soon_threadsafe(self._begin, self._loop, coroutine, name)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function on the thread; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(function)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float) -> Any:
+        """Run a coroutine and wait for its result; from any other thread.
+
+        Raises:
+            TimeoutError: it took longer.
+            RuntimeError: the thread does not run.
+        """
+        if self._loop is None:
+            coroutine.close()
+            raise RuntimeError(f"{self._name} does not run")
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result(timeout_s)
+
+    async def wait_idle(self, *, timeout_s: float) -> None:
+        """Wait until short coroutines are through; those that run for ever are not waited for.
+
+        Call it on the thread itself.
+        """
+        waiting = [task for task in self._tasks if task.get_name() == _SHORT]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Cancel everything and join the thread. May be called twice."""
+        loop, self._loop = self._loop, None
+        thread, self._thread = self._thread, None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_JOIN_TIMEOUT_S)
+        if thread.is_alive():
+            logger.error("%s did not stop within %g s", self._name, _JOIN_TIMEOUT_S)
+
+    def _begin(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, None], name: str
+    ) -> None:
+        task = loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an internal error on %s", self._name, exc_info=error)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            _cancel_all(loop)
+        finally:
+            loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    # Connections that were just closed need two more rounds to let go of their sockets.
+    for _ in range(2):
+        loop.run_until_complete(asyncio.sleep(0))

@@ -1,0 +1,157 @@
+"""What a decode engine's control thread keeps for one prefill engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TypeVar
+
+from pdcore.connector.nixl.client import PeerClient
+from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.engine_name import EngineName
+from pdcore.connector.nixl.meta import PeerInfo, RankEndpoint
+from pdcore.connector.nixl.params import TransferParams
+from pdcore.connector.nixl.protocol import (
+    Accept,
+    Answer,
+    Describe,
+    Description,
+    Message,
+    Reading,
+    Refusal,
+    Release,
+    Renew,
+)
+from pdcore.errors import HandshakeRefused, PeerLost
+
+__all__ = ["PeerLink"]
+
+logger = logging.getLogger(__name__)
+
+_NUM_RELEASE_TRIES = 3
+
+ReplyT = TypeVar("ReplyT", bound=Message)
+
+
+class PeerLink:
+    """Speaks with one life of one prefill engine, and remembers its handshake.
+
+    Every method is a coroutine of the control thread and ends within the request timeout.
+
+    Args:
+        params: names the engine and its address.
+        name: this engine.
+        config: its settings.
+        endpoints: this engine's own KV memory, by rank; the peer's must match.
+    """
+
+    def __init__(
+        self,
+        params: TransferParams,
+        *,
+        name: EngineName,
+        config: NixlConfig,
+        endpoints: tuple[RankEndpoint, ...],
+    ) -> None:
+        self._peer_id = params.peer_id
+        self._config = config
+        self._endpoints = endpoints
+        peer = EngineName(engine_id=params.engine_id, epoch=params.epoch)
+        self._client = PeerClient(params.host, params.port, peer=peer, name=name, config=config)
+        self._handshake: asyncio.Task[PeerInfo] | None = None
+        self._info: PeerInfo | None = None
+        self.num_users = 0
+
+    @property
+    def where(self) -> str:
+        return self._client.where
+
+    async def describe(self) -> PeerInfo:
+        """Shake hands, unless that is done, and return the peer's KV memory.
+
+        All who ask while a handshake is under way share it, and its end, good or bad.
+
+        Raises:
+            PeerLost: the peer does not answer, or is another one.
+            HandshakeRefused: the two engines cannot exchange KV.
+        """
+        if self._info is not None:
+            return self._info
+        if self._handshake is None:
+            self._handshake = asyncio.create_task(self._shake_hands())
+            self._handshake.add_done_callback(self._handshake_ended)
+        return await asyncio.shield(self._handshake)
+
+    async def _shake_hands(self) -> PeerInfo:
+        description = await self._ask(Describe(), Description)
+        self._check(description)
+        return PeerInfo(peer_id=self._peer_id, name=self.where, ranks=description.ranks)
+
+    def _handshake_ended(self, handshake: asyncio.Task[PeerInfo]) -> None:
+        self._handshake = None
+        if not handshake.cancelled() and handshake.exception() is None:
+            self._info = handshake.result()
+
+    def forget(self) -> None:
+        """Shake hands again before the next load: the last one went wrong."""
+        self._info = None
+
+    async def renew(self, transfer_id: str) -> Answer:
+        """Ask for the lease to start afresh. Raises as `describe` does."""
+        return await self._ask(Renew(transfer_id=transfer_id), Answer)
+
+    async def accept(self, transfer_id: str, generations: tuple[int, ...]) -> Answer:
+        """Ask whether the data is good. Raises as `describe` does."""
+        return await self._ask(Accept(transfer_id=transfer_id, generations=generations), Answer)
+
+    async def announce(self, transfer_id: str) -> None:
+        """Say that a read begins. It may get lost: the read is then slower."""
+        try:
+            await self._ask(Reading(transfer_id=transfer_id), Answer)
+        except (PeerLost, HandshakeRefused) as error:
+            logger.debug("could not announce a read: %s", error)
+
+    async def release(self, transfer_id: str, reason: str) -> None:
+        """Give a ticket back. When the peer cannot be told, the ticket's lease ends it."""
+        for attempt in range(_NUM_RELEASE_TRIES):
+            try:
+                await self._ask(Release(transfer_id=transfer_id, reason=reason), Answer)
+                return
+            except HandshakeRefused:
+                return
+            except PeerLost as error:
+                logger.debug("release notice %d was lost: %s", attempt + 1, error)
+                await asyncio.sleep(self._config.request_timeout_s / 10)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    async def _ask(self, request: Message, reply_type: type[ReplyT]) -> ReplyT:
+        reply = await self._client.ask(request)
+        if isinstance(reply, Refusal):
+            raise HandshakeRefused(f"{self.where} refused: {reply.reason}")
+        if not isinstance(reply, reply_type):
+            raise PeerLost(f"{self.where} answered with a {type(reply).__name__}")
+        return reply
+
+    def _check(self, theirs: Description) -> None:
+        """Refuse a peer whose blocks are not, byte for byte, what this engine's blocks are."""
+        _must_equal("block sizes", self.where, theirs.block_size, self._config.block_size)
+        _must_equal("numbers of ranks", self.where, len(theirs.ranks), len(self._endpoints))
+        for their, our in zip(theirs.ranks, self._endpoints, strict=True):
+            _must_equal("KV caches", self.where, their.fingerprint, our.fingerprint)
+            _must_equal(
+                "bytes in a block",
+                self.where,
+                their.region.bytes_per_block,
+                our.region.bytes_per_block,
+            )
+
+
+def _must_equal(what: str, where: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise HandshakeRefused(
+            f"{where} and this engine have different {what}: {theirs!r} there, {ours!r} here. "
+            "Run both with the same model, dtype, block size and number of ranks"
+        )

@@ -1,0 +1,95 @@
+"""What the two halves of the NIXL connector tell each other. All of it is frozen and picklable."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.connector.nixl.memory import MemoryRegion
+from pdcore.messages import TransferKey
+
+__all__ = ["Doorbell", "NixlMeta", "PeerCutOff", "PeerInfo", "RankEndpoint", "ReadTask"]
+
+
+@attrs.frozen(kw_only=True)
+class RankEndpoint:
+    """How to reach the KV memory of one rank.
+
+    Args:
+        agent_metadata: what NIXL's agent says of itself.
+        region: its KV memory.
+        fingerprint: model, dtype and layout, as the runner describes them.
+    """
+
+    agent_metadata: bytes = attrs.field(repr=False)
+    region: MemoryRegion
+    fingerprint: str
+
+
+@attrs.frozen(kw_only=True)
+class Doorbell:
+    """Where a worker listens for "somebody is reading": a datagram address and a secret.
+
+    It stays within the engine; no peer is told.
+    """
+
+    host: str
+    port: int
+    token: bytes = attrs.field(repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class PeerInfo:
+    """An engine to read from, as its handshake described it.
+
+    Args:
+        peer_id: engine and epoch; a restarted engine has another one.
+        name: what to call it in messages to people.
+        ranks: its memory, by rank.
+    """
+
+    peer_id: str
+    name: str
+    ranks: tuple[RankEndpoint, ...]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ReadTask:
+    """One load for the workers: the i-th remote block goes into the i-th local one.
+
+    Args:
+        transfer: names the load.
+        peer: whom to read from.
+        local_block_ids, remote_block_ids: int32, of equal length, in order of position.
+        num_local_tokens: how many tokens are good if the read fails.
+    """
+
+    transfer: TransferKey
+    peer: PeerInfo
+    local_block_ids: npt.NDArray[np.int32]
+    remote_block_ids: npt.NDArray[np.int32]
+    num_local_tokens: int
+
+
+@attrs.frozen(kw_only=True)
+class PeerCutOff:
+    """An order to stop every read from a peer by force."""
+
+    peer_id: str
+    cause: str
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class NixlMeta:
+    """What the workers must hear in one step. An empty one asks for their report, no more.
+
+    Args:
+        reads: loads to start.
+        cancels: loads that nobody wants any more.
+        cut_offs: peers to let go of.
+    """
+
+    reads: tuple[ReadTask, ...] = ()
+    cancels: tuple[TransferKey, ...] = ()
+    cut_offs: tuple[PeerCutOff, ...] = ()

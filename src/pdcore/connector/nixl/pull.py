@@ -1,0 +1,80 @@
+"""One ticket in the hands of a decode engine, from the arrival of its request to its end."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from pdcore.connector.base import KVLoad
+from pdcore.connector.nixl.meta import PeerInfo
+from pdcore.connector.nixl.params import TransferParams
+from pdcore.messages import TransferKey
+from pdcore.request import Request
+
+__all__ = ["Pull", "PullState"]
+
+
+class PullState(enum.Enum):
+    """Where a ticket's load is."""
+
+    WAITING = "waits to be admitted"
+    """No load was asked for, or the last one failed in a way that allows another."""
+    SHAKING_HANDS = "waits for the handshake"
+    """Its blocks are there; the peer's memory is not known yet."""
+    POSTED = "is to be read with the next step"
+    """The next plan carries it to the workers."""
+    READING = "is being read"
+    """The workers have it."""
+    ACCEPTING = "was read and waits to be accepted"
+    """All data is here; the peer is asked to vouch for it."""
+    DONE = "is done with"
+    """The ticket was used, or given up."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Pull:
+    """One ticket and its load. The scheduler's thread owns it.
+
+    Args:
+        uid: the request's internal number.
+        request: the request.
+        params: its ticket.
+        state: where its load is.
+        peer: the peer's KV memory, once known.
+        trouble: why the ticket can never be read, or empty.
+        load: the newest load, or None.
+        num_attempts: how many loads there were.
+        is_cancelled: whether nobody wants the newest load any more.
+        is_live: whether the request is unfinished.
+        is_returned: whether the ticket was used, or the peer was told that it will not be.
+        accept_began_at: when the peer was asked to vouch, in seconds on the clock.
+    """
+
+    uid: int
+    request: Request
+    params: TransferParams
+    state: PullState = PullState.WAITING
+    peer: PeerInfo | None = None
+    trouble: str = ""
+    load: KVLoad | None = None
+    num_attempts: int = 0
+    is_cancelled: bool = False
+    is_live: bool = True
+    is_returned: bool = False
+    accept_began_at: float = 0.0
+
+    @property
+    def transfer(self) -> TransferKey | None:
+        return None if self.load is None else self.load.transfer
+
+    def num_tokens_beyond(self, num_local_tokens: int) -> int:
+        """How many tokens the ticket can bring; the last prompt token is always computed here."""
+        if self.state is not PullState.WAITING or self.is_returned:
+            return 0
+        if self.trouble and self.num_attempts:
+            return 0
+        # With trouble and no attempt yet, the load is offered all the same: it then fails with its
+        # cause, and the application's rule for failed loads is what decides.
+        usable = min(self.params.num_tokens, self.request.num_prompt_tokens - 1)
+        return max(0, usable - num_local_tokens)

@@ -1,0 +1,402 @@
+"""A decode engine's side of the scheduler half: tickets in, loads out."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from pdcore.clock import Clock
+from pdcore.connector.base import KVLoad
+from pdcore.connector.nixl.addresses import AllowedPeers
+from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.control import ControlThread
+from pdcore.connector.nixl.driver import (
+    AcceptAnswered,
+    Fact,
+    Introduced,
+    IntroductionFailed,
+    TicketDriver,
+    TicketLost,
+)
+from pdcore.connector.nixl.links import PeerLinks
+from pdcore.connector.nixl.meta import NixlMeta, ReadTask
+from pdcore.connector.nixl.orders import WorkerOrders
+from pdcore.connector.nixl.params import TransferParams, prompt_digest
+from pdcore.connector.nixl.pull import Pull, PullState
+from pdcore.errors import InvalidTransferParams, TransferError
+from pdcore.messages import LoadFailure, TransferKey, TransferReport
+from pdcore.request import Request
+
+__all__ = ["PullDesk"]
+
+_CANCELLED = "the load was cancelled before it began"
+_MAX_NUM_MEASURED = 1024
+
+
+class PullDesk:
+    """Turns tickets into loads, and vouches for a load only when the peer does.
+
+    The scheduler's thread owns it. What the control thread learns comes in as facts, which
+    `take_events` applies; so no state here is shared.
+
+    Args:
+        config: the connector's settings.
+        links: the known peers.
+        control: where drivers run.
+        clock: whose seconds leases are counted in.
+        notify: wakes the engine's loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: NixlConfig,
+        links: PeerLinks,
+        control: ControlThread,
+        clock: Clock,
+        notify: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._links = links
+        self._control = control
+        self._clock = clock
+        self._notify = notify
+        self._allowed = AllowedPeers(config.allowed_peers)
+        self._pulls: dict[int, Pull] = {}
+        self._by_request: dict[Request, Pull] = {}
+        self._by_transfer: dict[TransferKey, Pull] = {}
+        self._drivers: dict[int, TicketDriver] = {}
+        self._lock = threading.Lock()
+        self._facts: list[Fact] = []
+        self._finished: list[TransferKey] = []
+        self._failed: list[LoadFailure] = []
+        self._orders = WorkerOrders()
+        self._accept_s: deque[tuple[TransferKey, float]] = deque(maxlen=_MAX_NUM_MEASURED)
+
+    # What the scheduler asks.
+
+    def add(self, request: Request, uid: int) -> None:
+        """Take a request's ticket, begin to renew it, and shake hands with its engine.
+
+        Raises:
+            InvalidTransferParams: the ticket is not acceptable.
+        """
+        assert request.kv_transfer_params is not None
+        params = TransferParams.from_dict(
+            request.kv_transfer_params,
+            key=self._config.key,
+            allowed_peers=self._allowed,
+            max_num_bytes=self._config.max_params_bytes,
+        )
+        if params.prompt_digest != prompt_digest(request):
+            raise InvalidTransferParams(
+                "kv_transfer_params belong to another prompt: pass the ticket with the same "
+                "prompt_token_ids and lora that the prefill engine had"
+            )
+        pull = Pull(uid=uid, request=request, params=params)
+        link = self._links.get(params)
+        link.num_users += 1
+        driver = TicketDriver(uid, params, link=link, clock=self._clock, tell=self._hear)
+        self._pulls[uid] = self._by_request[request] = pull
+        self._drivers[uid] = driver
+        self._control.spawn(driver.keep())
+        self._control.spawn(driver.introduce())
+
+    def num_matched_tokens(self, request: Request, num_local_tokens: int) -> int:
+        """How many tokens beyond the local ones this request's ticket can bring."""
+        pull = self._by_request.get(request)
+        return 0 if pull is None else pull.num_tokens_beyond(num_local_tokens)
+
+    def begin(self, load: KVLoad) -> None:
+        """Start a load: with the next plan, or as soon as the peer is known."""
+        pull = self._by_request.get(load.request)
+        if pull is None or pull.num_tokens_beyond(load.num_local_tokens) == 0:
+            raise TransferError(
+                f"request {load.request.request_id!r} has no ticket that could be loaded"
+            )
+        self._check_load(pull, load)
+        pull.load = load
+        pull.is_cancelled = False
+        pull.num_attempts += 1
+        self._by_transfer[load.transfer] = pull
+        if pull.trouble:
+            self._fail(pull, pull.trouble)
+        elif pull.peer is not None:
+            self._queue_read(pull)
+        else:
+            pull.state = PullState.SHAKING_HANDS
+            self._control.spawn(self._drivers[pull.uid].introduce())
+
+    def undo(self, load: KVLoad) -> None:
+        """Forget a load whose plan never reached a worker."""
+        pull = self._by_transfer.pop(load.transfer, None)
+        if pull is None:
+            return
+        self._orders.drop(load.transfer)
+        pull.load = None
+        pull.num_attempts -= 1
+        if pull.state is not PullState.DONE:
+            pull.state = PullState.WAITING
+
+    def cancel(self, transfer: TransferKey) -> None:
+        """Nobody wants a load: report it once it is quiet, then give its ticket back."""
+        pull = self._by_transfer.get(transfer)
+        if pull is None or pull.is_cancelled:
+            return
+        pull.is_cancelled = True
+        if pull.state is PullState.READING:
+            self._orders.cancel(transfer)
+        elif pull.state in (PullState.SHAKING_HANDS, PullState.POSTED):
+            self._orders.drop(transfer)
+            self._fail(pull, _CANCELLED)
+
+    def cut_off(self, transfer: TransferKey) -> None:
+        """Stop everything from a load's peer by force."""
+        pull = self._by_transfer.get(transfer)
+        if pull is not None and pull.state is PullState.READING:
+            self._orders.cut_off(pull.params.peer_id, "it did not finish a cancelled load in time")
+
+    def finish(self, uid: int) -> None:
+        """The request ended: give its ticket back, once nothing is read with it any more."""
+        pull = self._pulls.get(uid)
+        if pull is None:
+            return
+        pull.is_live = False
+        self._by_request.pop(pull.request, None)
+        if pull.transfer is not None and pull.transfer in self._by_transfer:
+            self.cancel(pull.transfer)
+        self._settle(pull)
+
+    def note_admitted(self, uid: int) -> None:
+        """The request runs. If it did so without its ticket, the ticket goes back at once."""
+        pull = self._pulls.get(uid)
+        if pull is not None and pull.state is PullState.WAITING:
+            self._give_back(pull, "the decode engine did not need it")
+            pull.state = PullState.DONE
+
+    def explain(self, request: Request) -> str | None:
+        """What a parked request waits for, and from whom."""
+        pull = self._by_request.get(request)
+        if pull is None or pull.state in (PullState.WAITING, PullState.DONE):
+            return None
+        where = self._drivers[pull.uid].link.where
+        num_tokens = 0 if pull.load is None else pull.load.num_external_tokens
+        return f"KV of {num_tokens} tokens from {where}, which {pull.state.value}"
+
+    # What goes to the workers, and what comes from them.
+
+    def take_orders(self) -> NixlMeta | None:
+        """The orders for the next plan; None when the workers need not hear of it."""
+        if not (self._orders or self.num_reading):
+            return None
+        return self._orders.take(self._give_out)
+
+    def retake_orders(self, meta: NixlMeta) -> None:
+        """Orders were lost on the way: give them again."""
+        for task in meta.reads:
+            pull = self._by_transfer.get(task.transfer)
+            if pull is None or pull.state is not PullState.READING:
+                continue
+            if pull.is_cancelled:
+                self._fail(pull, _CANCELLED)
+            else:
+                self._queue_read(pull)
+        for transfer in meta.cancels:
+            if self._is_reading(transfer):
+                self._orders.cancel(transfer)
+        for order in meta.cut_offs:
+            self._orders.cut_off(order.peer_id, order.cause)
+
+    def hear_report(self, report: TransferReport) -> None:
+        """Take what the workers say: a load that is all there still needs the peer's word."""
+        for transfer in report.finished_recving:
+            if self._is_reading(transfer):
+                self._data_arrived(self._by_transfer[transfer])
+        for failure in report.failed:
+            if self._is_reading(failure.transfer):
+                pull = self._by_transfer[failure.transfer]
+                self._control.call(self._drivers[pull.uid].link.forget)
+                pull.peer = None
+                self._fail(pull, failure.cause)
+
+    def take_events(self) -> tuple[tuple[TransferKey, ...], tuple[LoadFailure, ...]]:
+        """Apply what the control thread learned; return the loads that finished and failed."""
+        with self._lock:
+            facts, self._facts = self._facts, []
+        for fact in facts:
+            pull = self._pulls.get(fact.uid)
+            if pull is not None:
+                self._apply(pull, fact)
+        finished, self._finished = tuple(self._finished), []
+        failed, self._failed = tuple(self._failed), []
+        return finished, failed
+
+    @property
+    def num_reading(self) -> int:
+        """How many loads the workers have."""
+        return sum(pull.state is PullState.READING for pull in self._by_transfer.values())
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next plan has something for the workers."""
+        return bool(self._orders)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a load is under way, or its end is not told yet."""
+        return bool(self._by_transfer or self._finished or self._failed)
+
+    def take_accept_seconds(self) -> dict[TransferKey, float]:
+        """Return how long peers took to vouch for each load since the last call."""
+        seconds = dict(self._accept_s)
+        self._accept_s.clear()
+        return seconds
+
+    def give_back_all(self) -> None:
+        """The engine closes: tell every peer that its ticket will not be used."""
+        for pull in tuple(self._pulls.values()):
+            self._give_back(pull, "the decode engine is closing")
+
+    # Inner workings.
+
+    def _hear(self, fact: Fact) -> None:
+        with self._lock:
+            self._facts.append(fact)
+        self._notify()
+
+    def _apply(self, pull: Pull, fact: Fact) -> None:
+        match fact:
+            case Introduced():
+                pull.peer = fact.peer
+                if pull.state is PullState.SHAKING_HANDS:
+                    self._queue_read(pull)
+            case IntroductionFailed():
+                pull.trouble = fact.cause if fact.is_final else pull.trouble
+                if pull.state is PullState.SHAKING_HANDS:
+                    self._fail(pull, fact.cause)
+            case TicketLost():
+                self._ticket_lost(pull, fact)
+            case AcceptAnswered():
+                self._accept_answered(pull, fact)
+
+    def _ticket_lost(self, pull: Pull, fact: TicketLost) -> None:
+        pull.trouble = pull.trouble or fact.cause
+        if pull.state in (PullState.SHAKING_HANDS, PullState.POSTED):
+            assert pull.transfer is not None
+            self._orders.drop(pull.transfer)
+            self._fail(pull, fact.cause)
+        elif pull.state is PullState.READING and fact.is_peer_gone:
+            self._orders.cut_off(pull.params.peer_id, fact.cause)
+
+    def _accept_answered(self, pull: Pull, fact: AcceptAnswered) -> None:
+        if pull.state is not PullState.ACCEPTING or fact.transfer != pull.transfer:
+            return
+        self._accept_s.append((fact.transfer, self._clock.now() - pull.accept_began_at))
+        pull.is_returned = fact.is_consumed
+        if fact.cause:
+            pull.trouble = fact.cause
+            self._fail(pull, fact.cause)
+        else:
+            self._end_load(pull, PullState.DONE)
+            self._finished.append(fact.transfer)
+            self._settle(pull)
+
+    def _data_arrived(self, pull: Pull) -> None:
+        assert pull.transfer is not None
+        if pull.is_cancelled:
+            # Nobody will look at the data, so nobody need vouch for it.
+            transfer = pull.transfer
+            self._end_load(pull, PullState.DONE)
+            self._finished.append(transfer)
+            self._settle(pull)
+            self._notify()
+            return
+        pull.state = PullState.ACCEPTING
+        pull.accept_began_at = self._clock.now()
+        self._control.spawn(self._drivers[pull.uid].accept(pull.transfer))
+
+    def _fail(self, pull: Pull, cause: str) -> None:
+        assert pull.load is not None
+        failure = LoadFailure(
+            transfer=pull.load.transfer, num_valid_tokens=pull.load.num_local_tokens, cause=cause
+        )
+        is_over = pull.is_cancelled or bool(pull.trouble)
+        self._end_load(pull, PullState.DONE if is_over else PullState.WAITING)
+        self._failed.append(failure)
+        self._settle(pull)
+        self._notify()
+
+    def _end_load(self, pull: Pull, state: PullState) -> None:
+        assert pull.transfer is not None
+        self._by_transfer.pop(pull.transfer, None)
+        pull.state = state
+
+    def _settle(self, pull: Pull) -> None:
+        """Give a ticket back that will not be used, and forget a request that is gone."""
+        is_loading = pull.transfer is not None and pull.transfer in self._by_transfer
+        if is_loading or pull.uid not in self._pulls:
+            return
+        if pull.state is PullState.DONE or not pull.is_live:
+            self._give_back(pull, pull.trouble or "the request ended")
+        if not pull.is_live:
+            del self._pulls[pull.uid]
+            driver = self._drivers.pop(pull.uid)
+            driver.link.num_users -= 1
+
+    def _give_back(self, pull: Pull, reason: str) -> None:
+        driver = self._drivers[pull.uid]
+        driver.stop()
+        if not pull.is_returned:
+            pull.is_returned = True
+            notice = driver.link.release(pull.params.transfer_id, reason)
+            self._control.spawn(notice, is_short=True)
+
+    def _give_out(self, pull: Pull) -> ReadTask:
+        pull.state = PullState.READING
+        link = self._drivers[pull.uid].link
+        self._control.spawn(link.announce(pull.params.transfer_id))
+        return _read_task(pull)
+
+    def _queue_read(self, pull: Pull) -> None:
+        assert pull.transfer is not None
+        pull.state = PullState.POSTED
+        self._orders.read(pull.transfer, pull)
+        self._notify()
+
+    def _is_reading(self, transfer: TransferKey) -> bool:
+        pull = self._by_transfer.get(transfer)
+        return pull is not None and pull.state is PullState.READING
+
+    def _check_load(self, pull: Pull, load: KVLoad) -> None:
+        block_size = pull.params.block_size
+        end = load.num_local_tokens + load.num_external_tokens
+        num_blocks = -(-end // block_size) - load.num_local_tokens // block_size
+        is_aligned = load.num_local_tokens % block_size == 0
+        if not is_aligned or end > pull.params.num_tokens or num_blocks > load.block_ids.size:
+            raise TransferError(
+                f"{load.num_external_tokens} tokens after {load.num_local_tokens} local ones "
+                f"cannot be loaded into {load.block_ids.size} blocks of {block_size} from a "
+                f"ticket of {pull.params.num_tokens} tokens: is NixlConfig.block_size the pool's?"
+            )
+
+
+def _read_task(pull: Pull) -> ReadTask:
+    """By position: block i of the prompt here is read from block i of the prompt there."""
+    load, params = pull.load, pull.params
+    assert load is not None
+    assert pull.peer is not None
+    first = load.num_local_tokens // params.block_size
+    end = -(-(load.num_local_tokens + load.num_external_tokens) // params.block_size)
+    local_ids = np.array(load.block_ids[: end - first], dtype=np.int32)
+    remote_ids = np.array(params.block_ids[first:end], dtype=np.int32)
+    exists = (local_ids != 0) & (remote_ids != 0)  # block 0 stands for "no longer needed"
+    return ReadTask(
+        transfer=load.transfer,
+        peer=pull.peer,
+        local_block_ids=local_ids[exists],
+        remote_block_ids=remote_ids[exists],
+        num_local_tokens=load.num_local_tokens,
+    )

@@ -1,0 +1,226 @@
+"""The NIXL connector's half beside the scheduler: tickets, leases and acceptance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+import attrs
+
+from pdcore.clock import Clock
+from pdcore.connector.base import (
+    ConnectorEvents,
+    ExternalMatch,
+    FinishedBlocks,
+    HandOver,
+    KVLoad,
+    SchedulerConnector,
+)
+from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.control import ControlThread
+from pdcore.connector.nixl.engine_name import EngineName
+from pdcore.connector.nixl.handing_over import HandOverDesk
+from pdcore.connector.nixl.links import PeerLinks
+from pdcore.connector.nixl.meta import NixlMeta
+from pdcore.connector.nixl.params import asks_for_hand_over
+from pdcore.connector.nixl.pulling import PullDesk
+from pdcore.connector.nixl.server import SideChannelServer, bind
+from pdcore.connector.nixl.worker_side import WorkerHandshake
+from pdcore.errors import ConfigError
+from pdcore.messages import SchedulerOutput, TransferKey, TransferReport
+from pdcore.request import Request
+
+__all__ = ["NixlSchedulerConnector"]
+
+logger = logging.getLogger(__name__)
+
+_RING_EVERY_S = 0.5
+_FAREWELL_S = 1.0
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Parts:
+    """What exists only between `start` and `close`."""
+
+    clock: Clock
+    server: SideChannelServer
+    links: PeerLinks
+    hand_overs: HandOverDesk
+    pulls: PullDesk
+
+
+class NixlSchedulerConnector(SchedulerConnector):
+    """Hands over prompts that this engine computed, and takes those that others did.
+
+    One engine can do both. `start` opens the side channel and starts one thread; nothing here
+    blocks the scheduler's.
+
+    Args:
+        config: the connector's settings, with an engine id.
+    """
+
+    def __init__(self, config: NixlConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._name = EngineName(engine_id=config.engine_id, epoch=secrets.token_hex(8))
+        self._control = ControlThread("pdcore-nixl-control")
+        self._started: _Parts | None = None
+        self._address = (config.host, config.port)
+        self._polled_at = 0.0
+        self._is_closed = False
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the side channel; the port is known once `start` returned."""
+        return self._address
+
+    def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:
+        """Listen for peers and start the control thread.
+
+        Raises:
+            AddressInUse: the side channel's address is taken or not this machine's.
+            ConfigError: it was started before.
+        """
+        if self._started is not None:
+            raise ConfigError("this connector was started before: make a new one")
+        config, name, control = self._config, self._name, self._control
+        listener = bind(config.host, config.port)
+        port = listener.getsockname()[1]
+        self._address = (config.host, port)
+        links = PeerLinks(name=name, config=config, control=control, clock=clock)
+        hand_overs = HandOverDesk(
+            name=name,
+            config=config,
+            clock=clock,
+            address=(config.advertised_host or config.host, port),
+            notify=notify,
+        )
+        pulls = PullDesk(config=config, links=links, control=control, clock=clock, notify=notify)
+        server = SideChannelServer(listener, name=name, config=config, handle=hand_overs.answer)
+        self._started = _Parts(
+            clock=clock, server=server, links=links, hand_overs=hand_overs, pulls=pulls
+        )
+        control.start()
+        control.run(server.start(), timeout_s=config.request_timeout_s)
+        control.spawn(_keep_workers_awake(hand_overs))
+
+    def set_xfer_handshake_metadata(self, metadata: list[WorkerHandshake | None]) -> None:
+        """Take the ranks' KV memory. Called after `start`, before the first request.
+
+        Raises:
+            ConfigError: a rank has not registered its KV memory.
+        """
+        ranks = [handshake for handshake in metadata if handshake is not None]
+        if not ranks or len(ranks) != len(metadata):
+            raise ConfigError(
+                f"{len(metadata) - len(ranks)} of {len(metadata)} ranks sent no handshake "
+                "metadata: call register_kv_caches on every rank first"
+            )
+        endpoints = tuple(handshake.endpoint for handshake in ranks)
+        self._parts.links.endpoints = endpoints
+        self._parts.hand_overs.serve(endpoints, tuple(handshake.doorbell for handshake in ranks))
+
+    def request_added(self, request: Request, uid: int) -> None:
+        params = request.kv_transfer_params
+        if params is not None and not asks_for_hand_over(params):
+            self._parts.pulls.add(request, uid)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_local_tokens: int
+    ) -> ExternalMatch | None:
+        num_tokens = self._parts.pulls.num_matched_tokens(request, num_local_tokens)
+        return ExternalMatch(num_tokens=num_tokens, is_async=num_tokens > 0)
+
+    def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
+        self._parts.pulls.begin(load)
+
+    def undo_alloc(self, request: Request, load: KVLoad) -> None:
+        self._parts.pulls.undo(load)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> NixlMeta | None:
+        """Orders for the workers. While they read, also an empty one, so that they report."""
+        pulls = self._parts.pulls
+        for new in output.scheduled_new_reqs:
+            pulls.note_admitted(new.uid)
+        self._polled_at = self._parts.clock.now()
+        return pulls.take_orders()
+
+    def rebuild_connector_meta(self, meta: NixlMeta | None) -> None:
+        if meta is not None:
+            self._parts.pulls.retake_orders(meta)
+
+    def request_finished(
+        self, request: Request, uid: int, blocks: FinishedBlocks
+    ) -> HandOver | None:
+        self._parts.pulls.finish(uid)
+        if asks_for_hand_over(request.kv_transfer_params):
+            return self._parts.hand_overs.hand_over(request, blocks)
+        return None
+
+    def cancel(self, transfer: TransferKey) -> None:
+        self._parts.pulls.cancel(transfer)
+
+    def cut_off(self, transfer: TransferKey) -> None:
+        self._parts.pulls.cut_off(transfer)
+
+    def update_connector_output(self, report: TransferReport) -> None:
+        self._parts.pulls.hear_report(report)
+
+    def take_events(self) -> ConnectorEvents:
+        finished, failed = self._parts.pulls.take_events()
+        return ConnectorEvents(
+            finished_sending=self._parts.hand_overs.registry.take_released(),
+            finished_recving=finished,
+            failed=failed,
+        )
+
+    def next_wakeup(self) -> float | None:
+        """The next end of a lease; while workers read, the next time to ask them."""
+        times = [self._parts.hand_overs.registry.next_deadline()]
+        pulls = self._parts.pulls
+        if pulls.num_reading or pulls.has_orders:
+            times.append(self._polled_at + self._config.load_poll_s)
+        return min((time for time in times if time is not None), default=None)
+
+    def has_pending(self) -> bool:
+        return self._parts.hand_overs.registry.has_pending or self._parts.pulls.has_pending
+
+    def explain(self, request: Request) -> str | None:
+        return self._parts.pulls.explain(request)
+
+    def take_accept_seconds(self) -> dict[TransferKey, float]:
+        """Return how long peers took to vouch for each load since the last call."""
+        return self._parts.pulls.take_accept_seconds()
+
+    def close(self) -> None:
+        """Give back unused tickets, close every connection, join the thread. Idempotent."""
+        if self._started is not None and not self._is_closed:
+            self._is_closed = True
+            self._say_farewell(self._started)
+        self._control.close()
+
+    def _say_farewell(self, parts: _Parts) -> None:
+        parts.pulls.give_back_all()
+        try:
+            self._control.run(self._wind_up(parts.server), timeout_s=3 * _FAREWELL_S)
+        except TimeoutError:
+            logger.warning("the NIXL side channel closed before every peer was told")
+        parts.links.close()
+
+    async def _wind_up(self, server: SideChannelServer) -> None:
+        await self._control.wait_idle(timeout_s=_FAREWELL_S)
+        await server.close()
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._started is None:
+            raise ConfigError("the NIXL connector is not started: call start() first")
+        return self._started
+
+
+async def _keep_workers_awake(desk: HandOverDesk) -> None:
+    while True:
+        desk.keep_workers_awake()
+        await asyncio.sleep(_RING_EVERY_S)

@@ -1,0 +1,191 @@
+"""The side channel's listening end, in the engine that hands KV over."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+
+from pdcore.connector.nixl.channel import Channel, client_proof, is_proof, new_nonce, server_proof
+from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.engine_name import EngineName
+from pdcore.connector.nixl.protocol import (
+    PROTOCOL_VERSION,
+    Challenge,
+    Hello,
+    Message,
+    ProtocolError,
+    Refusal,
+    Welcome,
+)
+from pdcore.errors import AddressInUse, TransferError
+
+__all__ = ["Handler", "SideChannelServer", "bind"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_FRAME_BYTES = 1 << 20
+_IDLE_FACTOR = 4
+
+
+Handler = Callable[[Message, str], Message]
+"""Takes a request and its sender's `EngineName.peer_id`; returns the reply. Must not block."""
+
+_GONE = (OSError, EOFError, TimeoutError)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        AddressInUse: somebody else listens there, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A port whose last owner just died is free; one with a living owner still is refused.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise AddressInUse(_bind_message(host, port, error)) from error
+    return listener
+
+
+def _bind_message(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"the side channel cannot listen on {host}:{port}: another process does. "
+            "Stop that one, choose another port, or pass port=0 to take a free one"
+        )
+    return (
+        f"the side channel cannot listen on {host}:{port}: {error.strerror}. "
+        "Pass the address of one of this machine's interfaces and a port that is allowed"
+    )
+
+
+class SideChannelServer:
+    """Serves peers, each on a task of its own, so that a silent one delays nobody.
+
+    A connection must authenticate at once and is dropped when it does not. When the limit of
+    connections is reached, the oldest one that has not authenticated makes room.
+
+    Args:
+        listener: from `bind`.
+        name: this engine.
+        config: key, limits and timeouts.
+        handle: answers requests.
+    """
+
+    def __init__(
+        self, listener: socket.socket, *, name: EngineName, config: NixlConfig, handle: Handler
+    ) -> None:
+        self._listener = listener
+        self._name = name
+        self._config = config
+        self._handle = handle
+        self._strangers: dict[Channel, None] = {}
+        self._peers: set[Channel] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Begin to serve, on the running loop."""
+        self._server = await asyncio.start_server(
+            self._connected, sock=self._listener, limit=_MAX_FRAME_BYTES
+        )
+
+    async def close(self) -> None:
+        """Stop listening, drop every connection, and see their tasks end."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._config.request_timeout_s)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer, max_frame_bytes=_MAX_FRAME_BYTES)
+        task = asyncio.get_running_loop().create_task(self._serve(channel))
+        self._tasks.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            channel.close()
+
+        task.add_done_callback(end)
+
+    async def _serve(self, channel: Channel) -> None:
+        try:
+            if self._make_room(channel):
+                sender = await self._authenticate(channel)
+                self._strangers.pop(channel, None)
+                self._peers.add(channel)
+                await self._answer_requests(channel, sender)
+        except ProtocolError as error:
+            logger.warning("dropped a connection to the side channel: %s", error)
+        except _GONE:
+            pass
+        finally:
+            self._strangers.pop(channel, None)
+            self._peers.discard(channel)
+
+    def _make_room(self, channel: Channel) -> bool:
+        if len(self._strangers) + len(self._peers) >= self._config.max_num_connections:
+            if not self._strangers:
+                logger.warning(
+                    "refused a connection to the side channel: all %d are in use",
+                    self._config.max_num_connections,
+                )
+                return False
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.close()
+        self._strangers[channel] = None
+        return True
+
+    async def _authenticate(self, channel: Channel) -> str:
+        timeout_s = self._config.request_timeout_s
+        challenge = Challenge(
+            engine_id=self._name.engine_id, epoch=self._name.epoch, nonce=new_nonce()
+        )
+        await channel.send(challenge, timeout_s=timeout_s)
+        hello = await channel.receive(timeout_s=timeout_s)
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"a hello was expected, not {type(hello).__name__}")
+        if refusal := self._objection(challenge, hello):
+            await channel.send(Refusal(reason=refusal), timeout_s=timeout_s)
+            raise ProtocolError(refusal)
+        proof = server_proof(self._config.key, challenge, hello)
+        await channel.send(Welcome(proof=proof), timeout_s=timeout_s)
+        return EngineName(engine_id=hello.engine_id, epoch=hello.epoch).peer_id
+
+    def _objection(self, challenge: Challenge, hello: Hello) -> str:
+        if hello.version != PROTOCOL_VERSION:
+            return (
+                f"it speaks version {hello.version} of the side channel, this engine speaks "
+                f"{PROTOCOL_VERSION}"
+            )
+        if not is_proof(hello.proof, client_proof(self._config.key, challenge, hello)):
+            return "the two engines do not have the same key"
+        return ""
+
+    async def _answer_requests(self, channel: Channel, sender: str) -> None:
+        timeout_s = self._config.request_timeout_s
+        idle_s = _IDLE_FACTOR * max(self._config.lease_s, timeout_s)
+        while True:
+            request = await channel.receive(timeout_s=timeout_s, idle_s=idle_s)
+            await channel.send(self._reply(request, sender), timeout_s=timeout_s)
+
+    def _reply(self, request: Message, sender: str) -> Message:
+        try:
+            return self._handle(request, sender)
+        except TransferError as error:
+            return Refusal(reason=str(error))
+        except Exception:
+            logger.exception("the side channel could not answer a %s", type(request).__name__)
+            return Refusal(reason="an internal error of the prefill engine")

@@ -1,0 +1,186 @@
+"""The NIXL connector's half beside the model: it moves the bytes."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import deque
+
+import attrs
+
+from pdcore.clock import Clock, MonotonicClock
+from pdcore.connector.base import KVCaches, WorkerConnector
+from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.memory import MemoryRegion
+from pdcore.connector.nixl.meta import Doorbell, NixlMeta, PeerInfo, RankEndpoint, ReadTask
+from pdcore.connector.nixl.reader import PeerReader, ReadResult
+from pdcore.connector.nixl.serving import ServingAgent
+from pdcore.connector.nixl.stats import TransferStats
+from pdcore.errors import ConfigError
+from pdcore.messages import LoadFailure, TransferKey, TransferReport
+
+__all__ = ["NixlWorkerConnector", "WorkerHandshake"]
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 10.0
+_MAX_NUM_MEASURED = 1024
+_MAX_FINGERPRINT = 1024
+
+
+@attrs.frozen(kw_only=True)
+class WorkerHandshake:
+    """What a rank tells its engine's scheduler half: how peers reach it, and how to wake it."""
+
+    endpoint: RankEndpoint
+    doorbell: Doorbell
+
+
+class NixlWorkerConnector(WorkerConnector):
+    """Reads blocks from peers and lets peers read its own.
+
+    Nothing here blocks the model's thread: each peer is read on its own thread, and one more
+    answers those who read from here. Loads are always asynchronous. A load is reported once nothing
+    writes to its blocks any more, and never before.
+
+    Args:
+        config: the connector's settings.
+        rank: which rank this is; it reads from the same rank of a peer.
+        clock: for measurements and limits.
+    """
+
+    def __init__(self, config: NixlConfig, *, rank: int = 0, clock: Clock | None = None) -> None:
+        self._config = config
+        self._rank = rank
+        self._clock = clock or MonotonicClock()
+        self._region: MemoryRegion | None = None
+        self._caches: KVCaches | None = None
+        self._serving: ServingAgent | None = None
+        self._readers: dict[str, PeerReader] = {}
+        self._owners: dict[TransferKey, PeerReader] = {}
+        self._results: queue.SimpleQueue[ReadResult] = queue.SimpleQueue()
+        self._stats: deque[TransferStats] = deque(maxlen=_MAX_NUM_MEASURED)
+
+    def register_kv_caches(self, caches: KVCaches) -> None:
+        """Take the KV memory and open it to peers.
+
+        Raises:
+            ConfigError: the buffer is not contiguous, the fingerprint is not a line of text, or
+                memory was registered before.
+            MissingExtra: NIXL is not installed.
+        """
+        if self._serving is not None:
+            raise ConfigError(
+                "KV memory was registered before: make a new connector for new memory"
+            )
+        if len(caches.fingerprint) > _MAX_FINGERPRINT or not caches.fingerprint.isprintable():
+            raise ConfigError(
+                "the KV cache's fingerprint must be one line of at most "
+                f"{_MAX_FINGERPRINT} characters"
+            )
+        self._region = MemoryRegion.of(caches)
+        self._caches = caches
+        self._serving = ServingAgent(
+            self._region,
+            clock=self._clock,
+            doorbell_host=self._config.doorbell_host,
+            busy_poll_s=self._config.busy_poll_s,
+            idle_poll_s=self._config.idle_poll_s,
+        )
+
+    def get_handshake_metadata(self) -> WorkerHandshake | None:
+        """How to reach this rank; None before there is memory to reach."""
+        if self._serving is None or self._region is None or self._caches is None:
+            return None
+        endpoint = RankEndpoint(
+            agent_metadata=self._serving.metadata,
+            region=self._region,
+            fingerprint=self._caches.fingerprint,
+        )
+        return WorkerHandshake(endpoint=endpoint, doorbell=self._serving.doorbell)
+
+    def start_load_kv(self, meta: NixlMeta | None) -> None:
+        """Pass the step's orders on to the readers; returns at once."""
+        if meta is None:
+            return
+        for task in meta.reads:
+            self._start_read(task)
+        for transfer in meta.cancels:
+            if transfer in self._owners:
+                self._owners[transfer].cancel(transfer)
+        for order in meta.cut_offs:
+            if order.peer_id in self._readers:
+                self._readers[order.peer_id].cut_off(order.cause)
+
+    def get_finished(self) -> TransferReport:
+        finished: list[TransferKey] = []
+        failed: list[LoadFailure] = []
+        while not self._results.empty():
+            result = self._results.get()
+            self._owners.pop(result.task.transfer, None)
+            if result.stats is not None:
+                self._stats.append(result.stats)
+                finished.append(result.task.transfer)
+            else:
+                failed.append(_as_failure(result.task, result.cause))
+        return TransferReport(finished_recving=tuple(finished), failed=tuple(failed))
+
+    def take_transfer_stats(self) -> tuple[TransferStats, ...]:
+        """Return the measurements of reads that were reported since the last call, the newest
+        thousand of them."""
+        stats = tuple(self._stats)
+        self._stats.clear()
+        return stats
+
+    def close(self) -> None:
+        """Stop every read, close every agent, join every thread. May be called twice."""
+        readers, self._readers = list(self._readers.values()), {}
+        for reader in readers:
+            reader.stop()
+        for reader in readers:
+            if not reader.join(_JOIN_TIMEOUT_S):
+                logger.error("%r did not stop within %g s", reader, _JOIN_TIMEOUT_S)
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            serving.close()
+
+    def _start_read(self, task: ReadTask) -> None:
+        try:
+            reader = self._reader_for(task.peer)
+        except Exception as error:
+            cause = f"no reader for {task.peer.name}: {error!r}"
+            self._results.put(ReadResult(task=task, cause=cause))
+            return
+        self._owners[task.transfer] = reader
+        reader.submit(task)
+
+    def _reader_for(self, peer: PeerInfo) -> PeerReader:
+        reader = self._readers.get(peer.peer_id)
+        if reader is not None:
+            return reader
+        if self._region is None:
+            raise ConfigError("no KV memory is registered: call register_kv_caches first")
+        self._retire_readers()
+        reader = PeerReader(
+            self._region,
+            peer,
+            rank=self._rank,
+            clock=self._clock,
+            stall_timeout_s=self._config.stall_timeout_s,
+            idle_timeout_s=self._config.idle_peer_timeout_s,
+            report=self._results.put,
+        )
+        self._readers[peer.peer_id] = reader
+        return reader
+
+    def _retire_readers(self) -> None:
+        """Let go of readers that have nothing to do and closed their agent: peers come and go."""
+        busy = set(map(id, self._owners.values()))
+        for peer_id, reader in tuple(self._readers.items()):
+            if reader.is_idle and id(reader) not in busy:
+                reader.stop()
+                del self._readers[peer_id]
+
+
+def _as_failure(task: ReadTask, cause: str) -> LoadFailure:
+    return LoadFailure(transfer=task.transfer, num_valid_tokens=task.num_local_tokens, cause=cause)

@@ -1,0 +1,8 @@
+"""Executors: they carry plans to the workers and bring one result back."""
+
+from __future__ import annotations
+
+from pdcore.runner.executor.base import Executor
+from pdcore.runner.executor.inprocess import InProcessExecutor
+
+__all__ = ["Executor", "InProcessExecutor"]

@@ -1,0 +1,107 @@
+"""A prefill engine in a process of its own, obeying commands."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+# A server that has imported the slow libraries, and made no agent, is safe to fork from.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["nixl._api", "pdcore.connector.nixl", "pdcore.connector.tickets"])
+
+
+def serve_commands(
+    connection: Connection, config: dict[str, Any], environment: dict[str, str]
+) -> None:
+    """Main function of the process: step an engine, and answer ``(method, args)``."""
+    os.environ.update(environment)
+    from nixl_engines import Engine
+
+    engine = Engine(content=True, **config)
+    connection.send(engine.scheduler.address)
+    while True:
+        if connection.poll(0.005):
+            command, arguments = connection.recv()
+            if command == "stop":
+                break
+            if command == "sent":
+                connection.send(list(engine.sent))
+            else:
+                connection.send(getattr(engine, command)(*arguments))
+        engine.step()
+    engine.close()
+
+
+class PrefillProcess:
+    """The handle that a test has."""
+
+    def __init__(self, config: dict[str, Any], environment: dict[str, str]) -> None:
+        self._connection, child = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(
+            target=serve_commands, args=(child, config, environment), daemon=True
+        )
+        self._process.start()
+        child.close()
+        self.address: tuple[str, int] = self._receive(40.0)
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        self._connection.send((command, arguments))
+        return self._receive(10.0)
+
+    def prefill(self, prompt: list[int], block_ids: list[int]) -> dict[str, Any]:
+        params: dict[str, Any] = self.ask("prefill", prompt, block_ids)
+        return params
+
+    @property
+    def sent(self) -> list[str]:
+        return list(self.ask("sent"))
+
+    def begin(self, command: str, *arguments: Any) -> None:
+        """Send a command without waiting for its answer; see `end`."""
+        self._connection.send((command, arguments))
+
+    def end(self) -> Any:
+        """The answer to the command that was begun."""
+        return self._receive(10.0)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.join(10)
+
+    def close(self) -> int | None:
+        """Stop it; return its exit code."""
+        if self._process.is_alive():
+            self.signal(signal.SIGCONT)
+            self._connection.send(("stop", ()))
+            self._process.join(10)
+        if self._process.is_alive():
+            self.kill()
+        self._connection.close()
+        return self._process.exitcode
+
+    def _receive(self, limit_s: float) -> Any:
+        assert self._connection.poll(limit_s), "the prefill process does not answer"
+        return self._connection.recv()
+
+
+@contextmanager
+def prefill_process(
+    environment: dict[str, str] | None = None, **config: Any
+) -> Iterator[PrefillProcess]:
+    """Run a prefill engine for the length of a block."""
+    process = PrefillProcess(config, environment or {})
+    try:
+        yield process
+    finally:
+        process.close()
