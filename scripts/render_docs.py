@@ -1,4 +1,4 @@
-"""Writes the tables in docs/ that are made from data, or with --check says whether they are current."""
+"""Writes the tables in docs/ that are made from data; with --check, only compares."""
 
 from __future__ import annotations
 
