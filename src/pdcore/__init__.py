@@ -19,6 +19,7 @@ from pdcore.messages import ModelRunnerOutput, RequestOutput, SchedulerOutput, S
 from pdcore.request import FinishReason, Request, RequestStatus, SamplingParams
 from pdcore.scheduler import (
     FCFS,
+    DeadlineFirst,
     Limits,
     Priority,
     RequestHandle,
@@ -32,6 +33,7 @@ __all__ = [
     "FCFS",
     "BlockPool",
     "Clock",
+    "DeadlineFirst",
     "FinishReason",
     "KVCacheConfig",
     "KVCacheManager",

@@ -3,7 +3,7 @@
 | interface | implementations |
 |---|---|
 | `Scheduler` | `UnifiedScheduler` |
-| `SchedulingPolicy` | `FCFS`, `Priority`, `ShortestPromptFirst` |
+| `SchedulingPolicy` | `FCFS`, `Priority`, `ShortestPromptFirst`, `DeadlineFirst` |
 | `BlockPool`, `EvictionOrder` | `LRUBlockPool`, `LRUOrder` |
 | `SchedulerConnector`, `WorkerConnector`, `KVConnector` | null, loopback, NIXL |
 | `ModelRunner` | `GPUModelRunner`, `FakeKVRunner` |

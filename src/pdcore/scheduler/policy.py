@@ -7,6 +7,7 @@ budget, blocks and progress, so no hook can break those.
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "FCFS",
     "Admission",
     "AdmissionContext",
+    "DeadlineFirst",
     "Priority",
     "RunningView",
     "SchedulingPolicy",
@@ -157,6 +159,18 @@ class Priority(SchedulingPolicy):
             return None
         index = self.victim(running)
         return index if running.priority[index] > request.priority else None
+
+
+class DeadlineFirst(SchedulingPolicy):
+    """The nearest ``Request.deadline`` first; those without one last, in order of arrival."""
+
+    def key(self, request: Request) -> Any:
+        return math.inf if request.deadline is None else request.deadline
+
+    def victim(self, running: RunningView) -> int:
+        keys = np.array([self.key(request) for request in running.requests])
+        # The last of the least urgent, so that equals give way as under FCFS.
+        return keys.size - 1 - int(np.argmax(keys[::-1]))
 
 
 class ShortestPromptFirst(SchedulingPolicy):
