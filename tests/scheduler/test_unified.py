@@ -433,3 +433,41 @@ def test_c28_a_connector_that_raises_never_takes_the_engine_down(
     assert rig.ends() == {"one": reason, "two": reason}
     if reason is FinishReason.LENGTH:
         assert f"{method} is broken" in caplog.text
+
+
+class Undecided(NullSchedulerConnector):
+    """Always asks to be asked again."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_local_tokens: int) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("on_load_failure", ["recompute", "fail"])
+def test_a_connector_that_never_decides_holds_nobody_up_for_ever(on_load_failure: str) -> None:
+    """ "Ask me later" has a deadline too, and an abandoned plan does not move it."""
+    limits = {"on_load_failure": on_load_failure, "load_timeout_s": 5.0}
+    rig = Rig(connector=Undecided(), limits=limits)
+    rig.add("r")
+    rig.driver.step()
+    assert rig.scheduler.explain("r").code is SkipCode.CONNECTOR_NOT_READY
+    rig.clock.advance(4.0)
+    rig.scheduler.abandon(rig.scheduler.schedule())
+    assert rig.scheduler.next_wakeup() == 5.0
+    (reason,) = rig.ends().values()
+    assert reason is (FinishReason.ERROR if on_load_failure == "fail" else FinishReason.LENGTH)
+    assert rig.clock.now() == 5.0
+
+
+def test_a_fault_inside_schedule_leaves_the_state_as_it_was() -> None:
+    """A part that breaks its promise costs its step, and the next step works."""
+    rig = Rig()
+    for index in range(3):
+        rig.add(f"r{index}")
+    before = rig.scheduler.fingerprint()
+    publish, rig.pool.publish = rig.pool.publish, None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        rig.scheduler.schedule()
+    rig.pool.publish = publish  # type: ignore[method-assign]
+    assert rig.scheduler.fingerprint() == before
+    rig.scheduler.check()
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}

@@ -7,7 +7,7 @@ import numpy as np
 from pdcore.messages import SchedulerOutput
 from pdcore.scheduler.core import Core
 
-__all__ = ["take_back"]
+__all__ = ["take_back", "undo_exactly"]
 
 
 def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
@@ -19,15 +19,21 @@ def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
     preempted and its evictions stay done.
     """
     if not dispatched and core.undo_is_exact and output.step_id == core.step_id:
-        while core.undo:
-            core.undo.pop()()
-        core.manager.rollback(output.step_id)
-        core.is_quiet = False
+        undo_exactly(core, output.step_id)
     else:
         _take_back_safely(core, output)
     if not dispatched and core.connector is not None and output.connector_meta is not None:
         core.connector.rebuild_connector_meta(output.connector_meta)
     core.undo_is_exact = False
+
+
+def undo_exactly(core: Core, step_id: int) -> None:
+    """Undo all that the plan being made, or just made, has changed."""
+    core.recording = False
+    while core.undo:
+        core.undo.pop()()
+    core.manager.rollback(step_id)
+    core.is_quiet = False
 
 
 def _take_back_safely(core: Core, output: SchedulerOutput) -> None:

@@ -159,12 +159,18 @@ class AdmissionPass:
         except Exception as error:
             return self._fail(state, "get_num_new_matched_tokens", error)
         if match is None:
-            return Skip(
-                code=SkipCode.CONNECTOR_NOT_READY, waits_on="the connector to find external KV"
-            )
+            return self._ask_later(state, plan)
         if match.num_tokens and match.is_async:
             return self._park(state, queue, hit, match)
         return self._admit(state, queue, plan, hit, match)
+
+    def _ask_later(self, state: RequestState, plan: Plan) -> Skip:
+        """The connector does not know yet. It has as long to find out as a load may take."""
+        core = self._core
+        if not state.is_asking:
+            state.is_asking = True
+            core.alarms.set(("ask", state.uid), plan.now + core.limits.load_timeout_s)
+        return Skip(code=SkipCode.CONNECTOR_NOT_READY, waits_on="the connector to find external KV")
 
     def _refused(self, state: RequestState, plan: Plan) -> Skip | None:
         core, limits = self._core, self._core.limits
@@ -442,6 +448,7 @@ class AdmissionPass:
 
     def _leave_queue(self, state: RequestState, queue: WaitingTable) -> None:
         queue.remove(state)
+        self._core.stop_asking(state)
         self._core.record(lambda: queue.put_back(state))
 
     def _fail(self, state: RequestState, hook: str, error: Exception) -> Skip:

@@ -111,7 +111,7 @@ def raise_if_stalled(core: Core) -> None:
     if not (len(core.table) or len(core.waiting) or len(core.landed)):
         return
     awaited = (
-        core.in_flight[:-1]
+        core.in_flight
         or core.parked
         or core.compiling
         or core.handed_over

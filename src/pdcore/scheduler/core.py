@@ -211,6 +211,12 @@ class Core:
         state.block_ids = local if local.size else None
         state.num_computed_tokens = load.num_local_tokens
 
+    def stop_asking(self, state: RequestState) -> None:
+        """A request no longer waits for its connector to say what it has."""
+        if state.is_asking:
+            state.is_asking = False
+            self.alarms.cancel(("ask", state.uid))
+
     def drop_blocks(self, state: RequestState) -> None:
         """Release the blocks of a request that has no row."""
         if state.block_ids is not None:
@@ -236,6 +242,7 @@ class Core:
         for queue in (self.waiting, self.landed):
             if state in queue:
                 queue.remove(state)
+        self.stop_asking(state)
         future = self.compiling.pop(state.uid, None)
         if future is not None:
             future.cancel()

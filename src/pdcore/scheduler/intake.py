@@ -126,6 +126,17 @@ class Intake:
             core.drop_blocks(state)
         self._back_to_queue(state)
 
+    def _asked_in_vain(self, state: RequestState) -> None:
+        """The connector never said what it has: compute everything here, or end."""
+        core = self._core
+        core.touch()
+        core.counters.num_failed_loads += 1
+        state.is_asking = False
+        state.ask_connector = False
+        if core.limits.on_load_failure == "fail":
+            limit = core.limits.load_timeout_s
+            core.fail(state, f"its connector did not find external KV within {limit:g} s")
+
     def _back_to_queue(self, state: RequestState) -> None:
         move(state, RequestStatus.WAITING)
         self._core.enqueue(state, ahead=True)
@@ -177,6 +188,8 @@ class Intake:
                     core.requests[uid],
                     f"its grammar was not compiled within {core.limits.grammar_timeout_s:g} s",
                 )
+            case ("ask", int(uid)):
+                self._asked_in_vain(core.requests[uid])
             case ("load", TransferKey() as transfer):
                 parked = self._parked(transfer)
                 if parked is not None:

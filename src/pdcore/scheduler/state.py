@@ -42,6 +42,7 @@ class RequestState:
         attempt: how many loads were started for it.
         num_failed_loads: how many of them failed.
         ask_connector: whether the connector is still asked for its KV.
+        is_asking: whether the connector was asked and could not say yet.
         num_late_tokens: tokens of steps that were in flight when it lost its row.
         matcher: its grammar, compiled.
     """
@@ -63,6 +64,7 @@ class RequestState:
     attempt: int = 0
     num_failed_loads: int = 0
     ask_connector: bool = True
+    is_asking: bool = False
     num_late_tokens: int = 0
     matcher: GrammarMatcher | None = None
     was_admitted: bool = False

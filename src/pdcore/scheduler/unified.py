@@ -23,7 +23,7 @@ from pdcore.messages import (
     StepResult,
 )
 from pdcore.request import FinishReason, Request, RequestStatus
-from pdcore.scheduler.abandon import take_back
+from pdcore.scheduler.abandon import take_back, undo_exactly
 from pdcore.scheduler.admission import AdmissionPass
 from pdcore.scheduler.audit import audit, fingerprint, raise_if_stalled
 from pdcore.scheduler.base import (
@@ -171,15 +171,18 @@ class UnifiedScheduler(Scheduler):
             else:
                 self._make(plan)
             output = self._dispatch.run(plan)
+        except BaseException:
+            undo_exactly(core, core.step_id)
+            raise
         finally:
             core.recording = False
             core.manager.end()
-        core.in_flight.append(output)
-        self._last_plan = output
-        core.undo_is_exact = True
         core.is_quiet = output.is_empty and not core.outbox
         if core.is_quiet and not self._is_paused:
             raise_if_stalled(core)
+        core.in_flight.append(output)
+        self._last_plan = output
+        core.undo_is_exact = True
         return output
 
     def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarBitmask | None:
