@@ -92,6 +92,7 @@ def test_disabled_tracer_records_nothing(clock: VirtualClock) -> None:
     tracer.add_span("engine", "forward", 0.0, 1.0)
     empty = Trace(process="decode", lanes=(), spans=(), instants=(), states=())
     assert tracer.snapshot() == empty
+    assert tracer.span("engine", "a") is tracer.span("engine", "b")  # nothing is even made
     assert empty.start is None
 
 

@@ -133,8 +133,9 @@ class _OpenSpan:
 class Tracer:
     """Records in memory. Any thread may record at any time.
 
-    One record is one append of a tuple, about a microsecond, so a step may well have ten. Threads
-    need no lock: a list's append is atomic. The states of one request must come from one thread.
+    One record is one append of a tuple, a span two readings of the clock more: a few microseconds.
+    Threads need no lock, since a list's append is atomic. The states of one request must come from
+    one thread.
 
     Args:
         process: whose record it is, for instance ``"prefill"``.

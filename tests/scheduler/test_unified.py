@@ -25,6 +25,7 @@ from pdcore import (
 from pdcore.connector.null import NullSchedulerConnector
 from pdcore.errors import ConfigError, DuplicateRequest, InvalidRequest, OutputOrder
 from pdcore.kvcache import KVCacheConfig, KVCacheSpec
+from pdcore.messages import TransferKey, TransferReport
 from pdcore.scheduler import Admission, GrammarBackend, GrammarMatcher, SkipCode
 from pdcore.testing import FakeKVRunner
 from pdcore.testing.drive import Driver
@@ -471,3 +472,27 @@ def test_a_fault_inside_schedule_leaves_the_state_as_it_was() -> None:
     assert rig.scheduler.fingerprint() == before
     rig.scheduler.check()
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_a_paused_scheduler_has_no_work_and_a_report_is_work() -> None:
+    """A loop neither spins while paused nor sleeps over news that it has in hand."""
+    rig = Rig(connector=NullSchedulerConnector())
+    rig.add("r")
+    rig.scheduler.pause()
+    assert not rig.scheduler.has_work()
+    plan = rig.scheduler.schedule()
+    report = TransferReport(finished_recving=(TransferKey(99, 1),))
+    nothing = np.zeros(0, np.int32)
+    result = ModelRunnerOutput(
+        rows=nothing,
+        epochs=nothing,
+        sampled_token_ids=nothing.reshape(0, 1),
+        transfer_report=report,
+    )
+    rig.scheduler.update_from_output(plan, result)
+    assert rig.scheduler.has_work()
+    rig.scheduler.abandon(rig.scheduler.schedule())
+    assert not rig.scheduler.has_work()
+    assert rig.scheduler.stats().num_late_events == 1
+    rig.scheduler.resume()
+    assert rig.ends() == {"r": FinishReason.LENGTH}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -21,6 +22,7 @@ BlockIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]
 
 _NO_BLOCKS = np.zeros(0, np.int32)
+_Count = TypeVar("_Count", int, npt.NDArray[np.int32])
 
 
 @attrs.frozen(eq=False)
@@ -28,7 +30,7 @@ class PrefixHit:
     """The cached start of a sequence.
 
     Args:
-        block_ids: int32, its blocks, not retained yet.
+        block_ids: int32, its blocks, not retained yet; 0 for those behind a sliding window.
         num_tokens: how many tokens they hold.
     """
 
@@ -168,7 +170,10 @@ class KVCacheManager:
             return PrefixHit(_NO_BLOCKS, 0)
         self._extend_keys(sequence)
         ids = self.pool.lookup(sequence.keys[: (len(sequence) - 1) // self.block_size])
-        return PrefixHit(ids, ids.size * self.block_size)
+        num_tokens = ids.size * self.block_size
+        if self.sliding_window is not None:
+            ids[: max(self._blocks_behind_window(num_tokens), 0)] = 0
+        return PrefixHit(ids, num_tokens)
 
     def allocate_slots(
         self,
@@ -195,22 +200,27 @@ class KVCacheManager:
             OutOfBlocks: there is not enough room; nothing has changed.
         """
         full = self.max_blocks_for(must_fit_tokens, chunk=chunk)
-        needed = max(full, self.blocks_for(num_tokens)) - hit.block_ids.size
+        num_fresh = self.blocks_for(num_tokens) - hit.block_ids.size
+        needed = max(full - int(np.count_nonzero(hit.block_ids)), num_fresh)
         needed += self.pool.num_evictable(hit.block_ids)
         available = self.pool.num_free_blocks - num_reserved
         if needed > available:
             raise OutOfBlocks(needed, max(available, 0))
-        if hit.block_ids.size:
-            self.pool.retain(hit.block_ids)
-        fresh = self.pool.allocate(self.blocks_for(num_tokens) - hit.block_ids.size)
-        return np.concatenate((hit.block_ids, fresh)) if hit.block_ids.size else fresh
+        if not hit.block_ids.size:
+            return self.pool.allocate(num_fresh)
+        self.pool.retain(hit.block_ids)
+        try:
+            return np.concatenate((hit.block_ids, self.pool.allocate(num_fresh)))
+        except BaseException:
+            self.pool.release(hit.block_ids[::-1])
+            raise
 
     def bind(self, row: int, block_ids: BlockIds, *, num_published: int) -> None:
         """Give a row its blocks; the first ``num_published`` have their keys already."""
         self.block_table[row, : block_ids.size] = block_ids
         self.num_blocks[row] = block_ids.size
         self._num_published[row] = num_published
-        self._num_pruned[row] = 0
+        self._num_pruned[row] = np.count_nonzero(block_ids == 0)
         self._record(lambda: self.num_blocks.__setitem__(row, 0))
 
     def needed_blocks(self, rows: Rows, num_tokens: npt.NDArray[np.int32]) -> Rows:
@@ -284,7 +294,7 @@ class KVCacheManager:
         """
         if self.sliding_window is None:
             return BlockTableDelta.empty()
-        behind = (num_processed - self.sliding_window + 1) // self.block_size
+        behind = self._blocks_behind_window(num_processed)
         deltas = []
         for row, end in zip(rows.tolist(), behind.tolist(), strict=True):
             start = int(self._num_pruned[row])
@@ -343,6 +353,11 @@ class KVCacheManager:
     def _record(self, undo: Callable[[], None]) -> None:
         if self._recording:
             self._undo.append(undo)
+
+    def _blocks_behind_window(self, num_tokens: _Count) -> _Count:
+        """How many blocks from the start no later token sees; below 0 when the window is larger."""
+        assert self.sliding_window is not None
+        return (num_tokens - self.sliding_window + 1) // self.block_size
 
     def _extend_keys(self, sequence: TokenSequence) -> None:
         start = len(sequence.keys) * self.block_size

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from pdcore.errors import BlockMisuse, InvariantBroken, OutOfBlocks
 from pdcore.kvcache.base import BlockCounts, BlockPool
-from pdcore.kvcache.events import BlockRemoved, BlockStored, CacheCleared, KVEvent
+from pdcore.kvcache.events import KVEvent
 from pdcore.kvcache.eviction import EvictionOrder, LRUOrder
 from pdcore.kvcache.holds import Hold, HoldReason
-from pdcore.kvcache.index import PrefixIndex
+from pdcore.kvcache.keys import BlockKeys
 
 __all__ = ["LRUBlockPool"]
 
@@ -46,21 +46,16 @@ class LRUBlockPool(BlockPool):
         self._num_holds = np.zeros(num_blocks, np.int32)
         self._num_quarantines = np.zeros(num_blocks, np.int32)
         self._generation = np.zeros(num_blocks, np.int64)
-        self._key: list[bytes | None] = [None] * num_blocks
+        self._keys = BlockKeys(num_blocks, enable_events=enable_events)
         # Popped from the end, so that a new pool hands out 1, 2, 3, ...
         self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
         self._num_free = num_blocks - 1
-        self._evictable = eviction or LRUOrder(num_blocks)
-        self._index = PrefixIndex()
+        self._evictable = LRUOrder(num_blocks) if eviction is None else eviction
         self._scratch = np.zeros(num_blocks, np.int32)
-        self._provisional: dict[int, dict[int, tuple[bytes, bytes | None]]] = {}
-        self._published_by: dict[int, int] = {}
         self._holds: dict[int, Hold] = {}
         self._num_holds_made = 0
         self._step: int | None = None
         self._undo: list[Callable[[], None]] = []
-        self._enable_events = enable_events
-        self._events: list[KVEvent] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -70,9 +65,11 @@ class LRUBlockPool(BlockPool):
         if n > self.num_free_blocks:
             raise OutOfBlocks(n, self.num_free_blocks)
         num_plain = min(n, self._num_free)
+        # Evicting comes first: an eviction order of somebody else's may raise.
+        evicted = self._evict(n - num_plain) if num_plain < n else None
         ids = self._pop_free(num_plain)
-        if num_plain < n:
-            ids = np.concatenate((ids, self._evict(n - num_plain)))
+        if evicted is not None:
+            ids = np.concatenate((ids, evicted))
         self._num_refs[ids] = 1
         self._generation[ids] += 1
         self._record(lambda: self._num_refs.__setitem__(ids, 0))
@@ -105,7 +102,7 @@ class LRUBlockPool(BlockPool):
         self._give_back(self._distinct(ids[(left == 0) & (self._num_holds[ids] == 0)]))
 
     def lookup(self, keys: Sequence[bytes]) -> BlockIds:
-        return np.array(self._index.lookup(keys), np.int32)
+        return np.array(self._keys.lookup(keys), np.int32)
 
     def num_evictable(self, ids: BlockIds) -> int:
         return int(np.count_nonzero(self._evictable.contains(ids)))
@@ -116,18 +113,12 @@ class LRUBlockPool(BlockPool):
         blocks = ids.tolist()
         if len(blocks) != len(keys):
             raise BlockMisuse(f"publish() got {len(blocks)} blocks and {len(keys)} keys")
+        if len(set(blocks)) != len(blocks):
+            raise BlockMisuse(f"publish({blocks}) names a block twice: each gets one key")
         for block in blocks:
-            if self._key[block] is not None or not (
-                block > 0 and (self._num_refs[block] or self._num_holds[block])
-            ):
+            if not self._can_publish(block):
                 raise BlockMisuse(f"block {block} cannot be published: it has a key or no owner")
-        provisional = self._provisional.setdefault(step, {})
-        for block, key in zip(blocks, keys, strict=True):
-            self._key[block] = key
-            self._index.add(key, block)
-            provisional[block] = (key, parent)
-            self._published_by[block] = step
-            parent = key
+        self._keys.publish(blocks, keys, step, parent)
         self._record(lambda: self._unpublish(blocks))
 
     def begin(self, step: int) -> None:
@@ -138,18 +129,16 @@ class LRUBlockPool(BlockPool):
         if step == self._step:
             self._step = None
             self._undo.clear()
-        for block, (key, parent) in self._provisional.pop(step, {}).items():
-            del self._published_by[block]
-            if self._enable_events:
-                self._events.append(BlockStored(key, parent, block))
+        self._keys.commit(step)
 
     def withdraw(self, step: int, ids: BlockIds | None = None) -> None:
-        provisional = self._provisional.get(step, {})
-        blocks = [b for b in (provisional if ids is None else ids.tolist()) if b in provisional]
+        blocks = self._keys.provisional(step)
+        if ids is not None:
+            provisional = set(blocks)
+            blocks = [block for block in ids.tolist() if block in provisional]
         if not blocks:
             return
-        dropped = [(block, *self._forget(block)) for block in blocks]
-        self._record(lambda: self._remember(dropped))
+        self._record(self._keys.forget(blocks))
         array = np.array(blocks, np.int32)
         loose = array[self._evictable.contains(array)]
         self._record(self._evictable.discard(loose))
@@ -163,8 +152,6 @@ class LRUBlockPool(BlockPool):
             )
         while self._undo:
             self._undo.pop()()
-        if not self._provisional.get(step):
-            self._provisional.pop(step, None)
         self._step = None
 
     def hold(
@@ -212,7 +199,7 @@ class LRUBlockPool(BlockPool):
         return self._generation[ids]
 
     def keys(self, ids: BlockIds) -> list[bytes | None]:
-        return [self._key[block] for block in ids.tolist()]
+        return [self._keys.of_block[block] for block in ids.tolist()]
 
     def counts(self) -> BlockCounts:
         referenced = self._num_refs > 0
@@ -230,28 +217,20 @@ class LRUBlockPool(BlockPool):
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         ids = self._evictable.ids()
-        for block in ids.tolist():
-            self._key[block] = None
-        self._index.clear()
-        self._provisional.clear()
-        self._published_by.clear()
+        self._keys.clear()
         self._evictable.discard(ids)
         self._undo.clear()
         self._step = None
         self._give_back(ids)
-        if self._enable_events:
-            self._events.append(CacheCleared())
         return True
 
     def events(self) -> list[KVEvent]:
-        events, self._events = self._events, []
-        return events
+        return self._keys.take_events()
 
     def check(self) -> None:
         counts = self.counts()
         free, evictable = self._free[: self._num_free], self._evictable.ids()
-        keyed = [block for block, key in enumerate(self._key) if key is not None]
-        indexed = [(block, key) for key, blocks in self._index.items() for block in blocks]
+        key = self._keys.of_block
         faults = {
             f"the classes add up to {counts.total}, not {self.num_usable_blocks}: {counts}": (
                 counts.total != self.num_usable_blocks
@@ -266,15 +245,12 @@ class LRUBlockPool(BlockPool):
             "a count is negative": bool(
                 min(self._num_refs.min(), self._num_holds.min(), self._num_quarantines.min()) < 0
             ),
-            "a free block has a key": any(self._key[block] is not None for block in free),
-            "an evictable block has no key": any(self._key[b] is None for b in evictable),
-            "the index and the blocks' keys differ": (
-                sorted(block for block, _ in indexed) != keyed
-                or any(self._key[block] != key for block, key in indexed)
-            ),
+            "a free block has a key": any(key[block] is not None for block in free),
+            "an evictable block has no key": any(key[block] is None for block in evictable),
+            "the index and the blocks' keys differ": not self._keys.is_consistent(),
             "the length of the eviction order is wrong": len(self._evictable) != evictable.size,
             "the null block has an owner or a key": bool(
-                self._num_refs[0] or self._num_holds[0] or self._key[0] is not None
+                self._num_refs[0] or self._num_holds[0] or key[0] is not None
             ),
         }
         broken = [fault for fault, present in faults.items() if present]
@@ -291,13 +267,19 @@ class LRUBlockPool(BlockPool):
             self._num_quarantines,
         ):
             digest.update(array.tobytes())
-        digest.update(repr(sorted(self._index.items())).encode())
-        digest.update(repr(sorted(self._published_by.items())).encode())
+        digest.update(self._keys.fingerprint())
         return digest.digest()
 
     def _record(self, undo: Callable[[], None]) -> None:
         if self._step is not None:
             self._undo.append(undo)
+
+    def _can_publish(self, block: int) -> bool:
+        return (
+            0 < block < self.num_blocks
+            and self._keys.of_block[block] is None
+            and bool(self._num_refs[block] or self._num_holds[block])
+        )
 
     def _without_null(self, ids: BlockIds) -> BlockIds:
         if ids.size and not (ids.min() >= 0 and ids.max() < self.num_blocks):
@@ -329,15 +311,14 @@ class LRUBlockPool(BlockPool):
     def _evict(self, n: int) -> BlockIds:
         ids, undo = self._evictable.pop(n)
         self._record(undo)
-        dropped = [(block, *self._forget(block)) for block in ids.tolist()]
-        self._record(lambda: self._remember(dropped))
+        self._record(self._keys.forget(ids.tolist()))
         return ids
 
     def _give_back(self, ids: BlockIds) -> None:
         """Blocks that just lost their last owner become evictable, or free without a key."""
         if not ids.size:
             return
-        key = self._key
+        key = self._keys.of_block
         cached = np.array([key[block] is not None for block in ids.tolist()])
         plain, keyed = ids[~cached], ids[cached]
         if keyed.size:
@@ -347,48 +328,8 @@ class LRUBlockPool(BlockPool):
             self._num_free += plain.size
             self._record(lambda: setattr(self, "_num_free", self._num_free - plain.size))
 
-    def _forget(
-        self, block: int
-    ) -> tuple[bytes, tuple[int, ...], int | None, tuple[bytes, bytes | None] | None]:
-        """Drop a block's key; return what `_remember` needs to bring it back."""
-        key = self._key[block]
-        assert key is not None
-        self._key[block] = None
-        before = self._index.remove(key, block)
-        step = self._published_by.pop(block, None)
-        if step is not None:
-            return key, before, step, self._provisional[step].pop(block)
-        if self._enable_events:
-            self._events.append(BlockRemoved(key, block))
-        return key, before, None, None
-
-    def _remember(
-        self,
-        dropped: list[
-            tuple[int, bytes, tuple[int, ...], int | None, tuple[bytes, bytes | None] | None]
-        ],
-    ) -> None:
-        for block, key, before, step, provisional in reversed(dropped):
-            self._key[block] = key
-            self._index.restore(key, before)
-            if step is not None and provisional is not None:
-                self._published_by[block] = step
-                self._provisional[step][block] = provisional
-            elif self._enable_events:
-                self._take_back_removal(key, block)
-
-    def _take_back_removal(self, key: bytes, block: int) -> None:
-        """Undo the report of a removal; if it was read already, report the block as stored."""
-        removal = BlockRemoved(key, block)
-        for place in range(len(self._events) - 1, -1, -1):
-            if self._events[place] == removal:
-                del self._events[place]
-                return
-        self._events.append(BlockStored(key, None, block))
-
     def _unpublish(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
-            self._forget(block)
+        self._keys.forget(reversed(blocks))
 
     def _add_hold(self, hold: Hold, sign: int) -> None:
         self._num_holds[hold.block_ids] += sign

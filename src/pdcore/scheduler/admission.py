@@ -244,21 +244,15 @@ class AdmissionPass:
             )
         except OutOfBlocks as error:
             return Skip(code=SkipCode.NO_BLOCKS, needed=error.needed, available=error.available)
-        load = KVLoad(
-            transfer=TransferKey(state.uid, state.attempt + 1),
-            request=state.request,
-            num_local_tokens=hit.num_tokens,
-            num_external_tokens=match.num_tokens,
-            block_ids=blocks[hit.block_ids.size :],
-            deadline=core.clock.now() + core.limits.load_timeout_s,
-        )
+        load = self._begin_load(state, hit, blocks, match.num_tokens)
+        if isinstance(load, Skip):
+            return load
         self._leave_queue(state, queue)
-        before = (state.attempt, state.block_ids, state.num_computed_tokens, state.num_local_tokens)
-        state.attempt += 1
-        state.num_local_tokens = hit.num_tokens
+        before = (state.block_ids, state.num_computed_tokens, state.num_local_tokens)
         state.load = load
         state.block_ids = blocks
         state.num_computed_tokens = num_computed
+        state.num_local_tokens = hit.num_tokens
         move(state, RequestStatus.WAITING_FOR_REMOTE_KVS)
         core.parked[state.uid] = state
         core.alarms.set(("load", load.transfer), load.deadline)
@@ -267,23 +261,40 @@ class AdmissionPass:
             core.alarms.cancel(("load", load.transfer))
             del core.parked[state.uid]
             state.status = state.history.pop()
-            (
-                state.attempt,
-                state.block_ids,
-                state.num_computed_tokens,
-                state.num_local_tokens,
-            ) = before
             state.load = None
-            if core.connector is not None:
-                core.connector.undo_alloc(state.request, load)
+            state.block_ids, state.num_computed_tokens, state.num_local_tokens = before
 
         core.record(undo)
-        assert core.connector is not None
-        try:
-            core.connector.update_state_after_alloc(state.request, load)
-        except Exception as error:
-            return self._fail(state, "update_state_after_alloc", error)
         return None
+
+    def _begin_load(
+        self, state: RequestState, hit: PrefixHit, blocks: np.ndarray, num_external: int
+    ) -> KVLoad | Skip:
+        """Tell the connector to load into a request's blocks; if it fails, they are released."""
+        core, connector = self._core, self._core.connector
+        assert connector is not None
+        start, end = hit.block_ids.size, core.manager.blocks_for(hit.num_tokens + num_external)
+        load = KVLoad(
+            transfer=TransferKey(state.uid, state.attempt + 1),
+            request=state.request,
+            num_local_tokens=hit.num_tokens,
+            num_external_tokens=num_external,
+            block_ids=blocks[start:end],
+            deadline=core.clock.now() + core.limits.load_timeout_s,
+        )
+        try:
+            connector.update_state_after_alloc(state.request, load)
+        except Exception as error:
+            core.manager.pool.release(blocks[::-1])
+            return self._fail(state, "update_state_after_alloc", error)
+        state.attempt += 1
+
+        def undo() -> None:
+            state.attempt -= 1
+            connector.undo_alloc(state.request, load)
+
+        core.record(undo)
+        return load
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that loads under way will need to go on once they are done."""
@@ -320,10 +331,13 @@ class AdmissionPass:
             blocks = self._allocate(state, hit, num_computed + num_tokens)
         except OutOfBlocks as error:
             return Skip(code=SkipCode.NO_BLOCKS, needed=error.needed, available=error.available)
+        if num_external:
+            load = self._begin_load(state, hit, blocks, num_external)
+            if isinstance(load, Skip):
+                return load
+            self._count_external(state, num_external)
         self._leave_queue(state, queue)
         self._start(state, plan, hit, blocks, num_computed, num_tokens)
-        if num_external:
-            return self._load_now(state, hit, blocks, num_external)
         return None
 
     def _allocate(self, state: RequestState, hit: PrefixHit, num_tokens: int) -> np.ndarray:
@@ -415,36 +429,16 @@ class AdmissionPass:
         if manager.enable_prefix_caching and end // manager.block_size > num_published:
             manager.publish(row, state.sequence, end, step=plan.step_id)
 
-    def _load_now(
-        self, state: RequestState, hit: PrefixHit, blocks: np.ndarray, num_external: int
-    ) -> Skip | None:
-        """Tell the connector of a load that is done before the step's forward pass."""
+    def _count_external(self, state: RequestState, num_tokens: int) -> None:
         core = self._core
-        state.attempt += 1
-        state.num_external_tokens += num_external
-        start, end = hit.block_ids.size, core.manager.blocks_for(hit.num_tokens + num_external)
-        load = KVLoad(
-            transfer=TransferKey(state.uid, state.attempt),
-            request=state.request,
-            num_local_tokens=hit.num_tokens,
-            num_external_tokens=num_external,
-            block_ids=blocks[start:end],
-            deadline=core.clock.now() + core.limits.load_timeout_s,
-        )
-        assert core.connector is not None
+        state.num_external_tokens += num_tokens
+        core.counters.num_external_tokens += num_tokens
 
         def undo() -> None:
-            state.attempt -= 1
-            state.num_external_tokens -= num_external
-            assert core.connector is not None
-            core.connector.undo_alloc(state.request, load)
+            state.num_external_tokens -= num_tokens
+            core.counters.num_external_tokens -= num_tokens
 
         core.record(undo)
-        try:
-            core.connector.update_state_after_alloc(state.request, load)
-        except Exception as error:
-            return self._fail(state, "update_state_after_alloc", error)
-        return None
 
     def _leave_queue(self, state: RequestState, queue: WaitingTable) -> None:
         queue.remove(state)

@@ -65,6 +65,7 @@ class Core:
         skips: why requests that the last step looked at did not run, by uid.
         closed: why those that it did not look at did not.
         undo: how to take back what the newest plan changed; exact while nothing else has changed.
+        has_news: whether a worker's report waits to be taken in.
         is_quiet: whether the last plan found nothing to do, and nothing has changed since.
     """
 
@@ -96,6 +97,7 @@ class Core:
     undo: list[Callable[[], None]] = attrs.field(factory=list)
     recording: bool = False
     undo_is_exact: bool = False
+    has_news: bool = False
     is_quiet: bool = False
 
     def touch(self) -> None:

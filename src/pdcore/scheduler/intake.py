@@ -29,6 +29,7 @@ class Intake:
     def run(self, now: float) -> None:
         """Take in all that is there. Never waits."""
         core = self._core
+        core.has_news = False
         failing, core.failing = core.failing, []
         for state, cause in failing:
             if not state.is_finished:

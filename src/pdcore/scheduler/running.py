@@ -128,6 +128,9 @@ class RunningPass:
             target = np.array([int(core.table.num_computed[row]) + num_tokens], np.int32)
             this = np.array([row], np.int32)
             needed = manager.needed_blocks(this, target)
+            if self._is_pruning(needed):
+                index += 1
+                continue
             gave_way = False
             while int(needed[0]) > manager.pool.num_free_blocks and not gave_way:
                 victim = self._victim(order)
@@ -147,6 +150,18 @@ class RunningPass:
         if plan.preempted:
             plan.drop_vacated(core.table.states)
         return np.array(order, np.int32), np.array(taken, np.int32)
+
+    def _is_pruning(self, needed: Int32Array) -> bool:
+        """Whether a row without room had better wait: blocks come free with the steps in flight.
+
+        Behind a sliding window a row gives blocks back, but only once nothing in flight reads them.
+        """
+        core = self._core
+        return (
+            core.manager.sliding_window is not None
+            and bool(core.in_flight)
+            and int(needed[0]) > core.manager.pool.num_free_blocks
+        )
 
     def _processed(self, rows: Int32Array) -> Int32Array:
         """The tokens of each row whose steps are done: no step in flight reads behind them."""

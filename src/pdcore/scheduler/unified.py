@@ -177,7 +177,7 @@ class UnifiedScheduler(Scheduler):
         finally:
             core.recording = False
             core.manager.end()
-        core.is_quiet = output.is_empty and not core.outbox
+        core.is_quiet = not (output.rows.size or output.finished_rows.size or core.outbox)
         if core.is_quiet and not self._is_paused:
             raise_if_stalled(core)
         core.in_flight.append(output)
@@ -216,6 +216,7 @@ class UnifiedScheduler(Scheduler):
         del core.in_flight[0]
         if core.connector is not None:
             core.connector.update_connector_output(model_output.transfer_report)
+            core.has_news |= bool(model_output.transfer_report)
         result = self._commit.run(output, model_output)
         if type(core.policy).observe is not SchedulingPolicy.observe:
             try:
@@ -252,12 +253,12 @@ class UnifiedScheduler(Scheduler):
 
     def has_work(self) -> bool:
         core = self._core
-        if core.outbox or core.failing or core.finished_rows:
+        if core.outbox or core.failing or core.finished_rows or core.has_news:
             return True
         wakeup = self.next_wakeup()
         if wakeup is not None and wakeup <= core.clock.now():
             return True
-        if core.is_quiet:
+        if core.is_quiet or self._is_paused:
             return False
         return bool(len(core.table) or len(core.waiting) or len(core.landed))
 

@@ -76,8 +76,6 @@ class LoopbackFabric:
         and its tickets are refused."""
         with self._lock:
             before = self._engines.get(engine_id)
-            if before is not None:
-                before.is_alive = False
             engine = LoopbackEngine(
                 engine_id=engine_id,
                 epoch=0 if before is None else before.epoch + 1,

@@ -1,0 +1,265 @@
+"""Checks pdcore on a GPU: correctness, decode speed against its floor, and KV transfer.
+
+    python benchmarks/gpu_check.py --model PATH [--device cuda] [--json FILE]
+
+1. Greedy tokens and logits of the engine, for each attention backend and dtype, against a dense
+   float32 forward pass of transformers over the same tokens.
+2. Time of a decode step for several batch sizes, against the time to read the weights and the KV
+   once at the device's measured copy bandwidth.
+3. Bandwidth of a KV read between two engines of this process over NIXL.
+
+Takes a few minutes. With ``--device cpu`` it runs too, as a check of itself. Exit status 1 when a
+token differs where the two best logits are not nearly tied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdcore import (
+    KVCacheManager,
+    Limits,
+    LRUBlockPool,
+    MonotonicClock,
+    Request,
+    SamplingParams,
+    UnifiedScheduler,
+)
+from pdcore.errors import MissingExtra
+from pdcore.kvcache import KVCacheConfig
+from pdcore.loop import Waker
+from pdcore.runner import GPUModelRunner
+
+BLOCK_SIZE = 16
+# A token may differ only where the reference's two best logits are closer than this.
+TIE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+
+
+class Engine:
+    """A scheduler and a runner, stepped by hand so that steps can be timed."""
+
+    def __init__(self, model: Path, *, connector: Any = None, side: Any = None, **options: Any):
+        self.limits = Limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=1024)
+        self.runner = GPUModelRunner(
+            model, limits=self.limits, block_size=BLOCK_SIZE, connector=connector, **options
+        )
+        num_blocks = options.get("num_blocks", 4096)
+        self.spec = self.runner.get_kv_cache_spec()
+        self.runner.initialize_from_config(KVCacheConfig(spec=self.spec, num_blocks=num_blocks))
+        manager = KVCacheManager(LRUBlockPool(num_blocks, BLOCK_SIZE))
+        self.scheduler = UnifiedScheduler(manager, limits=self.limits, connector=side)
+        self.tokens: dict[str, list[int]] = {}
+        self.params: dict[str, Any] = {}
+
+    def add(self, name: str, prompt: Any, *, max_tokens: int, params: Any = None) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0)
+        self.tokens[name] = []
+        self.scheduler.add_request(
+            Request(name, prompt, sampling=sampling, kv_transfer_params=params)
+        )
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.runner.execute_model(plan)
+        result = self.scheduler.update_from_output(plan, self.runner.sample_tokens(None))
+        for output in result.outputs:
+            self.tokens[output.request_id].extend(output.new_token_ids)
+            if output.kv_transfer_params is not None:
+                self.params[output.request_id] = output.kv_transfer_params
+
+    def run(self) -> None:
+        while self.scheduler.has_requests():
+            self.step()
+
+
+def make_prompts(vocab_size: int) -> list[list[int]]:
+    """Of 5 to 300 tokens, so that prompts are chunked, batched and padded."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(100, vocab_size, n).tolist() for n in (5, 16, 33, 64, 127, 300)]
+
+
+def check_tokens(model: Path, reference: Any, device: str, dtype: str, backend: str) -> dict:
+    """Compare an engine's greedy tokens with the dense reference; return what differs."""
+    engine = Engine(model, device=device, dtype=dtype, attention_backend=backend)
+    prompts = make_prompts(engine.runner.vocab_size)
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, max_tokens=32)
+    engine.run()
+    engine.runner.close()
+    num_ties, wrong = 0, []
+    for index, prompt in enumerate(prompts):
+        tokens = engine.tokens[str(index)]
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + tokens[:-1]], device=device)
+            logits = reference(ids).logits[0, len(prompt) - 1 :].float()
+        best = logits.max(-1).values
+        gap = best - logits.gather(1, torch.tensor(tokens, device=device)[:, None])[:, 0]
+        num_ties += int((gap > 0).sum())
+        wrong += [
+            (index, place, value) for place, value in enumerate(gap.tolist()) if value > TIE[dtype]
+        ]
+    return {
+        "check": "tokens",
+        "backend": backend,
+        "dtype": dtype,
+        "num_tokens": 32 * len(prompts),
+        "num_near_ties": num_ties - len(wrong),
+        "wrong": wrong,
+    }
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second that a large copy reads and writes."""
+    size = 1 << (30 if device == "cuda" else 27)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        _synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+    return 2 * size / min(times)
+
+
+def time_decode(engine: Engine, batch: int, *, context: int, bandwidth: float, device: str) -> dict:
+    """The median decode step of a batch, and its floor."""
+    rng = np.random.default_rng(1)
+    for index in range(batch):
+        prompt = rng.integers(100, engine.runner.vocab_size, context)
+        engine.add(f"{batch}-{index}", prompt, max_tokens=48)
+    while engine.scheduler.stats().num_waiting:
+        engine.step()
+    times = []
+    for _ in range(40):
+        _synchronize(device)
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    engine.scheduler.abort_requests(list(engine.tokens))
+    engine.run()
+    weights = sum(p.numel() * p.element_size() for p in engine.runner.parameters())
+    kv = batch * (context + 24) * engine.spec.bytes_per_block / BLOCK_SIZE
+    floor = (weights + kv) / bandwidth
+    median = statistics.median(times)
+    return {
+        "check": "decode",
+        "batch": batch,
+        "context": context,
+        "step_ms": 1e3 * median,
+        "floor_ms": 1e3 * floor,
+        "share_of_floor": floor / median,
+    }
+
+
+def time_transfer(model: Path, device: str, dtype: str) -> dict:
+    """Read a long prompt's KV from one engine into another over NIXL."""
+    from pdcore.connector.nixl import NixlConfig, NixlConnector
+
+    waker, engines, sides, workers = Waker(), [], [], []
+    for name in ("prefill", "decode"):
+        connector = NixlConnector(NixlConfig(block_size=BLOCK_SIZE, engine_id=name))
+        worker, side = connector.worker_side(), connector.scheduler_side()
+        engines.append(Engine(model, connector=worker, side=side, device=device, dtype=dtype))
+        side.start(clock=MonotonicClock(), notify=waker)
+        side.set_xfer_handshake_metadata([worker.get_handshake_metadata()])
+        workers.append(worker)
+        sides.append(side)
+    prefill, decode = engines
+    rng = np.random.default_rng(2)
+    moved = []
+    for index in range(5):
+        prompt = rng.integers(100, prefill.runner.vocab_size, 1000)
+        name = str(index)
+        prefill.add(name, prompt, max_tokens=1, params={"do_remote_decode": True})
+        while name not in prefill.params:
+            prefill.step()
+        decode.add(name, prompt, max_tokens=2, params=prefill.params[name])
+        while decode.scheduler.status(name) is not None:
+            decode.step()
+            prefill.step()
+        moved += workers[1].take_transfer_stats()
+    for side, engine in zip(sides, engines, strict=True):
+        side.close()
+        engine.runner.close()
+    best = max(moved, key=lambda stats: stats.num_bytes_per_s)
+    return {
+        "check": "nixl",
+        "num_transfers": len(moved),
+        "num_bytes": best.num_bytes,
+        "num_descriptors": best.num_descriptors,
+        "best_GB_per_s": best.num_bytes_per_s / 1e9,
+    }
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def load_reference(model: Path, device: str) -> Any:
+    """The dense float32 model of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if model.is_file():
+        options["gguf_file"] = model.name
+    folder = model.parent if model.is_file() else model
+    return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
+
+
+def main() -> int:
+    """Run every check; print a line for each, and the settings first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="HF folder or GGUF file")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    args = parser.parse_args()
+    backends = ["torch", "triton"] if args.device == "cuda" else ["torch"]
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {args.model.name}, seeds 0 to 2")
+    results: list[dict] = []
+
+    def report(result: dict) -> None:
+        results.append(result)
+        print(
+            "  ".join(
+                f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items()
+            ),
+            flush=True,
+        )
+
+    reference = load_reference(args.model, args.device)
+    for dtype in args.dtypes:
+        for backend in backends:
+            report(check_tokens(args.model, reference, args.device, dtype, backend))
+    del reference
+    bandwidth = copy_bandwidth(args.device)
+    report({"check": "copy", "GB_per_s": bandwidth / 1e9})
+    engine = Engine(args.model, device=args.device, dtype=args.dtypes[-1])
+    for batch in args.batches:
+        report(time_decode(engine, batch, context=256, bandwidth=bandwidth, device=args.device))
+    engine.runner.close()
+    try:
+        report(time_transfer(args.model, args.device, args.dtypes[-1]))
+    except MissingExtra as error:
+        report({"check": "nixl", "skipped": str(error)})
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    return int(any(result.get("wrong") for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

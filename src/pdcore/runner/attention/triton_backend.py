@@ -1,0 +1,154 @@
+"""Paged attention in Triton: the default on CUDA. Reads the cache in place, whatever its strides.
+
+Decodes and chunks are two launches of one kernel with tiles of different heights.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from pdcore.errors import ConfigError
+from pdcore.runner.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    AttentionSupport,
+)
+from pdcore.runner.attention.triton_kernels import attend_kernel, write_kernel
+
+__all__ = ["TritonAttentionBackend"]
+
+# Tensor cores multiply tiles of at least 16 x 16.
+_MIN_TILE = 16
+_CHUNK_ROWS = 64
+_SLOTS_PER_STEP = 32
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Tiles:
+    """One launch: int32 (num_tiles,) columns on the device, and the height of its tiles."""
+
+    sequences: Tensor
+    starts: Tensor
+    num_rows: int
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """The CUDA backend. On a CPU it runs only under Triton's interpreter, for tests.
+
+    Raises:
+        ConfigError: also when the device is a CPU and ``TRITON_INTERPRET=1`` is not set.
+    """
+
+    name: ClassVar[str] = "triton"
+    support: ClassVar[AttentionSupport] = AttentionSupport(devices=frozenset({"cuda", "cpu"}))
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        if shape.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                "attention backend 'triton' runs on CUDA; on a CPU use 'torch' (or set "
+                "TRITON_INTERPRET=1 to run it, very slowly, under Triton's interpreter)"
+            )
+        # The interpreter multiplies bfloat16 numbers as if their bits were integers.
+        self._is_widened = shape.device == "cpu" and shape.dtype == "bfloat16"
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._decode_rows = max(_MIN_TILE, triton.next_power_of_2(self._group))
+        self._chunk_rows = max(_CHUNK_ROWS, self._decode_rows)
+
+    def _bind(self, kv_cache: Tensor) -> None:
+        if kv_cache.stride(-1) != 1:
+            raise ConfigError(
+                f"attention backend 'triton' needs heads whose elements are adjacent; this KV "
+                f"cache has strides {kv_cache.stride()}"
+            )
+        layers = range(self.shape.num_layers)
+        self._caches = [(kv_cache[:, layer, 0], kv_cache[:, layer, 1]) for layer in layers]
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+        num_decodes = batch.num_decodes
+        sequences = np.arange(batch.query_lens.size, dtype=np.int32)
+        queries_per_tile = self._chunk_rows // self._group
+        self._launches = [
+            self._tiles(sequences[:num_decodes], batch.query_lens[:num_decodes], 1),
+            self._tiles(sequences[num_decodes:], batch.query_lens[num_decodes:], queries_per_tile),
+        ]
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key_cache, value_cache = self._caches[layer]
+        self._write(key_cache, value_cache, key, value)
+        seen = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for tiles in self._launches:
+            if tiles is not None:
+                self._launch(tiles, layer, query, seen)
+        return seen
+
+    def _tiles(
+        self, sequences: npt.NDArray[np.int32], query_lens: npt.NDArray[np.int32], height: int
+    ) -> _Tiles | None:
+        if not sequences.size:
+            return None
+        counts = -(-query_lens // height)
+        tile_sequences = np.repeat(sequences, counts)
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        starts = (np.arange(tile_sequences.size) - firsts) * height
+        columns = torch.from_numpy(np.stack((tile_sequences, starts)).astype(np.int32))
+        on_device = columns.to(self._batch.cu_seqlens.device, non_blocking=True)
+        return _Tiles(
+            sequences=on_device[0],
+            starts=on_device[1],
+            num_rows=self._decode_rows if height == 1 else self._chunk_rows,
+        )
+
+    def _write(self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor) -> None:
+        shape = self.shape
+        write_kernel[(key.shape[0], shape.num_kv_heads)](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            self._batch.slot_blocks,
+            self._batch.slot_offsets,
+            key.stride(0),
+            value.stride(0),
+            *key_cache.stride()[:3],
+            HEAD_DIM=shape.head_dim,
+            BLOCK_D=triton.next_power_of_2(shape.head_dim),
+        )
+
+    def _launch(self, tiles: _Tiles, layer: int, query: Tensor, seen: Tensor) -> None:
+        shape, batch = self.shape, self._batch
+        key_cache, value_cache = self._caches[layer]
+        attend_kernel[(tiles.sequences.shape[0], shape.num_kv_heads)](
+            query,
+            key_cache,
+            value_cache,
+            seen,
+            tiles.sequences,
+            tiles.starts,
+            batch.cu_seqlens,
+            batch.device_seq_lens,
+            batch.block_tables,
+            shape.scale,
+            query.stride(0),
+            seen.stride(0),
+            batch.block_tables.stride(0),
+            *key_cache.stride()[:3],
+            GROUP=self._group,
+            HEAD_DIM=shape.head_dim,
+            BLOCK_SIZE=shape.block_size,
+            WINDOW=shape.windows[layer] or 0,
+            BLOCK_M=tiles.num_rows,
+            BLOCK_N=_SLOTS_PER_STEP,
+            BLOCK_D=max(_MIN_TILE, triton.next_power_of_2(shape.head_dim)),
+            WIDEN=self._is_widened,
+        )

@@ -1,0 +1,337 @@
+"""What a worker knows about every row, kept on the device between steps.
+
+A decode step sends the plan's few numbers and the block-table changes. The input token of a decode
+is the runner's own last drawn token, which never left the device, so a plan can be executed
+before the host knows the tokens of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdcore.messages import NewRequestData, RowError, SchedulerOutput
+from pdcore.runner.attention.base import AttentionBatch
+from pdcore.runner.sampler import SamplingBatch, derive_seed, uniform_draws
+
+__all__ = ["BatchState", "StepInputs"]
+
+Int32Array = npt.NDArray[np.int32]
+_NO_EPOCH = -1
+
+
+@attrs.define(kw_only=True, eq=False)
+class StepInputs:
+    """What the model runs in one step. Sequences are ordered decodes first, then chunks.
+
+    Args:
+        token_ids, positions: int64 (num_tokens,) on the device.
+        attention: the same step as the attention backend sees it.
+        sample_tokens: int64 (k,) on the device, the batch places whose logits are wanted, in the
+            plan's order.
+        sample_rows, sample_epochs: int32 (k,) on the host.
+        draw_positions: int64 (k,) on the host, the position that each drawn token will have.
+        errors: rows of the plan that were left out.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    sample_tokens: Tensor
+    sample_rows: Int32Array
+    sample_epochs: Int32Array
+    draw_positions: npt.NDArray[np.int64]
+    errors: tuple[RowError, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Selection:
+    """The healthy rows of a plan, decodes fed by the device first."""
+
+    rows: Int32Array
+    num_computed: Int32Array
+    num_scheduled: Int32Array
+    num_decodes: int
+    num_device_fed: int
+    place_in_plan: npt.NDArray[np.intp]
+
+
+class BatchState:
+    """Per-row state of one worker. All buffers are allocated once.
+
+    Args:
+        max_num_seqs: number of rows.
+        max_model_len: tokens of one row, at most.
+        block_size: tokens in a block.
+        vocab_size: ids at or above it make their row fail.
+        device: where the model runs.
+        seed: what the seeds of requests without one are derived from.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seed = seed
+        self._known_tokens: list[Int32Array | None] = [None] * max_num_seqs
+        self._faults: dict[int, str] = {}
+        self._epochs = np.full(max_num_seqs, _NO_EPOCH, np.int32)
+        self._num_known = np.zeros(max_num_seqs, np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, np.int32)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._is_random = np.zeros(max_num_seqs, np.bool_)
+        self._num_ordered = np.zeros(max_num_seqs, np.int64)
+        self._has_min_p = np.zeros(max_num_seqs, np.bool_)
+
+        width = -(-max_model_len // block_size)
+        self.block_table = torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # temperature, top-p and min-p share a matrix, so that starting rows is one copy.
+        self._filters = torch.zeros((max_num_seqs, 3), dtype=torch.float32, device=device)
+        self._top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Take in a plan's changes: rows given up, then rows started, then block tables."""
+        self._drop(output.finished_rows)
+        if output.scheduled_new_reqs:
+            self._start(output.scheduled_new_reqs)
+        if output.block_rows.size:
+            rows, positions = self._send(output.block_rows, output.block_positions)
+            self.block_table[rows, positions] = self._send(output.block_ids)[0].to(torch.int32)
+
+    def plan(self, output: SchedulerOutput) -> StepInputs:
+        """Lay out a plan's tokens. Call after `apply`; rows that cannot run become errors."""
+        errors, is_healthy = self._find_errors(output)
+        chosen = self._select(output, is_healthy)
+        self._num_tokens[output.rows[is_healthy & output.samples]] += 1
+        cu_seqlens = np.zeros(chosen.rows.size + 1, np.int32)
+        np.cumsum(chosen.num_scheduled, out=cu_seqlens[1:])
+        num_tokens = int(cu_seqlens[-1])
+        position = np.repeat(chosen.num_computed - cu_seqlens[:-1], chosen.num_scheduled)
+        position += np.arange(num_tokens, dtype=np.int32)
+        rows, token_rows, positions = self._send(
+            chosen.rows, np.repeat(chosen.rows, chosen.num_scheduled), position
+        )
+        place = self._places_to_sample(output, is_healthy, chosen, cu_seqlens)
+        sampled = is_healthy & output.samples
+        return StepInputs(
+            token_ids=self._token_ids(chosen, rows, num_tokens),
+            positions=positions,
+            attention=self._attention(chosen, rows, token_rows, positions, cu_seqlens),
+            sample_tokens=self._send(place)[0],
+            sample_rows=output.rows[sampled],
+            sample_epochs=output.epochs[sampled],
+            draw_positions=(output.num_computed_tokens + output.num_scheduled_tokens)[
+                sampled
+            ].astype(np.int64),
+            errors=errors,
+        )
+
+    def sampling(self, step: StepInputs) -> SamplingBatch:
+        """How the step's sampling rows draw, in the order of ``step.sample_rows``."""
+        rows = step.sample_rows
+        is_random = self._is_random[rows]
+        random = np.flatnonzero(is_random)
+        random_rows = rows[random]
+        draws = uniform_draws(self._seeds[random_rows], step.draw_positions[random])
+        (device_rows,) = self._send(random_rows)
+        filters = self._filters.index_select(0, device_rows)
+        return SamplingBatch(
+            random=None if random.size == rows.size else self._send(random)[0],
+            num_random=int(random.size),
+            draws=torch.from_numpy(draws).to(self._device, non_blocking=True),
+            temperature=filters[:, 0],
+            top_p=filters[:, 1],
+            min_p=filters[:, 2],
+            top_k=self._top_k.index_select(0, device_rows),
+            num_ordered=int(self._num_ordered[random_rows].max(initial=0)),
+            has_min_p=bool(self._has_min_p[random_rows].any()),
+        )
+
+    def remember(self, rows: Int32Array, token_ids: Tensor) -> None:
+        """Keep the tokens just drawn as the next inputs of their rows. Stays on the device."""
+        self.last_token.index_copy_(0, self._send(rows)[0], token_ids)
+
+    def _drop(self, rows: Int32Array) -> None:
+        self._epochs[rows] = _NO_EPOCH
+        for row in rows.tolist():
+            self._known_tokens[row] = None
+            self._faults.pop(row, None)
+
+    def _start(self, requests: Sequence[NewRequestData]) -> None:
+        rows = np.array([request.row for request in requests], np.int32)
+        tables = np.zeros((rows.size, self.block_table.shape[1]), np.int32)
+        for index, request in enumerate(requests):
+            fault = self._fault_of(request)
+            self._faults.pop(request.row, None)
+            if fault is not None:
+                self._faults[request.row] = fault
+            else:
+                tables[index, : request.block_ids.size] = request.block_ids
+            self._known_tokens[request.row] = request.token_ids
+        self._start_host_columns(rows, requests)
+        (device_rows,) = self._send(rows)
+        self.block_table[device_rows] = torch.from_numpy(tables).to(self._device)
+        sampling = [request.sampling for request in requests]
+        self._filters[device_rows] = torch.tensor(
+            [(s.temperature, s.top_p, s.min_p) for s in sampling], device=self._device
+        )
+        self._top_k[device_rows] = torch.tensor([s.top_k for s in sampling], device=self._device)
+
+    def _start_host_columns(self, rows: Int32Array, requests: Sequence[NewRequestData]) -> None:
+        sampling = [request.sampling for request in requests]
+        self._epochs[rows] = [request.epoch for request in requests]
+        self._num_known[rows] = [request.token_ids.size for request in requests]
+        self._num_tokens[rows] = self._num_known[rows]
+        self._is_random[rows] = [s.temperature > 0 for s in sampling]
+        self._num_ordered[rows] = [
+            s.top_k or (self._vocab_size if s.top_p < 1 else 0) for s in sampling
+        ]
+        self._has_min_p[rows] = [s.min_p > 0 for s in sampling]
+        self._seeds[rows] = [
+            derive_seed(self._seed, request.uid) if s.seed is None else s.seed
+            for request, s in zip(requests, sampling, strict=True)
+        ]
+
+    def _fault_of(self, request: NewRequestData) -> str | None:
+        ids = request.token_ids
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            return (
+                f"token ids span {ids.min()}..{ids.max()}, but the model's vocabulary is "
+                f"0..{self._vocab_size - 1}"
+            )
+        if request.block_ids.size > self.block_table.shape[1]:
+            return (
+                f"{request.block_ids.size} blocks were given, but {self._max_model_len} tokens "
+                f"take at most {self.block_table.shape[1]}"
+            )
+        return None
+
+    def _find_errors(
+        self, output: SchedulerOutput
+    ) -> tuple[tuple[RowError, ...], npt.NDArray[np.bool_]]:
+        rows, first = output.rows, output.num_computed_tokens
+        end = first + output.num_scheduled_tokens
+        num_tokens = self._num_tokens[rows]
+        is_known = self._epochs[rows] == output.epochs
+        # Tokens that were drawn exist only on the device, and only the last of them is kept.
+        is_fed = (end <= self._num_known[rows]) | ((first == num_tokens - 1) & (end == num_tokens))
+        is_healthy = is_known & is_fed & (end <= self._max_model_len)
+        for row in self._faults:
+            is_healthy &= rows != row
+        if is_healthy.all():
+            return (), is_healthy
+        errors = tuple(
+            RowError(row=row, epoch=epoch, cause=self._cause(row, epoch, begin, stop))
+            for row, epoch, begin, stop in zip(
+                *(column[~is_healthy].tolist() for column in (rows, output.epochs, first, end)),
+                strict=True,
+            )
+        )
+        return errors, is_healthy
+
+    def _cause(self, row: int, epoch: int, first: int, end: int) -> str:
+        if self._epochs[row] != epoch:
+            return f"row {row} was not started for epoch {epoch} on this worker"
+        if row in self._faults:
+            return self._faults[row]
+        if end > self._max_model_len:
+            return f"tokens up to {end} were scheduled, over the model length {self._max_model_len}"
+        return (
+            f"tokens {first}..{end - 1} were scheduled, but the worker knows "
+            f"{self._num_known[row]} and has drawn up to {self._num_tokens[row]}"
+        )
+
+    def _select(self, output: SchedulerOutput, is_healthy: npt.NDArray[np.bool_]) -> _Selection:
+        place = np.flatnonzero(is_healthy)
+        rows, num_scheduled = output.rows[place], output.num_scheduled_tokens[place]
+        num_computed = output.num_computed_tokens[place]
+        is_device_fed = num_computed >= self._num_known[rows]
+        is_decode = num_scheduled == 1
+        if not is_device_fed.all():
+            order = np.argsort(~is_device_fed * np.int8(1) + ~is_decode, kind="stable")
+            place, rows = place[order], rows[order]
+            num_scheduled, num_computed = num_scheduled[order], num_computed[order]
+        return _Selection(
+            rows=rows,
+            num_computed=num_computed,
+            num_scheduled=num_scheduled,
+            num_decodes=int(is_decode.sum()),
+            num_device_fed=int(is_device_fed.sum()),
+            place_in_plan=place,
+        )
+
+    def _places_to_sample(
+        self,
+        output: SchedulerOutput,
+        is_healthy: npt.NDArray[np.bool_],
+        chosen: _Selection,
+        cu_seqlens: Int32Array,
+    ) -> npt.NDArray[np.int64]:
+        last_place = np.zeros(output.rows.size, np.int64)
+        last_place[chosen.place_in_plan] = cu_seqlens[1:] - 1
+        return last_place[is_healthy & output.samples]
+
+    def _token_ids(self, chosen: _Selection, rows: Tensor, num_tokens: int) -> Tensor:
+        device_fed = self.last_token.index_select(0, rows[: chosen.num_device_fed])
+        if chosen.num_device_fed == chosen.rows.size:
+            return device_fed
+        host_fed = slice(chosen.num_device_fed, None)
+        pieces = []
+        for row, first, count in zip(
+            chosen.rows[host_fed].tolist(),
+            chosen.num_computed[host_fed].tolist(),
+            chosen.num_scheduled[host_fed].tolist(),
+            strict=True,
+        ):
+            known = self._known_tokens[row]
+            assert known is not None  # a row without tokens was sorted out as an error
+            pieces.append(known[first : first + count])
+        return torch.cat((device_fed, self._send(np.concatenate(pieces))[0]))
+
+    def _attention(
+        self,
+        chosen: _Selection,
+        rows: Tensor,
+        token_rows: Tensor,
+        positions: Tensor,
+        cu_seqlens: Int32Array,
+    ) -> AttentionBatch:
+        seq_lens = chosen.num_computed + chosen.num_scheduled
+        width = -(-int(seq_lens.max(initial=0)) // self._block_size)
+        columns = positions // self._block_size
+        return AttentionBatch(
+            num_decodes=chosen.num_decodes,
+            query_lens=chosen.num_scheduled,
+            seq_lens=seq_lens,
+            cu_seqlens=torch.from_numpy(cu_seqlens).to(self._device, non_blocking=True),
+            device_seq_lens=torch.from_numpy(seq_lens).to(self._device, non_blocking=True),
+            block_tables=self.block_table[:, :width].index_select(0, rows),
+            slot_blocks=self.block_table[token_rows, columns].to(torch.int64),
+            slot_offsets=positions - columns * self._block_size,
+        )
+
+    def _send(self, *arrays: npt.NDArray[np.integer]) -> tuple[Tensor, ...]:
+        """Bring integer arrays to the device as int64, in one copy."""
+        packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
+        on_device = packed.to(self._device, non_blocking=True)
+        return torch.split(on_device, [array.size for array in arrays])

@@ -1,0 +1,379 @@
+"""The reference model runner: torch, on CUDA when there is one and on the CPU otherwise."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdcore.connector.base import KVCaches, WorkerConnector
+from pdcore.errors import ConfigError, ExecutorError
+from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
+from pdcore.messages import (
+    GrammarBitmask,
+    ModelRunnerOutput,
+    NewRequestData,
+    RowError,
+    SchedulerOutput,
+)
+from pdcore.request import SamplingParams
+from pdcore.runner.attention.base import AttentionBackend, AttentionShape
+from pdcore.runner.attention.registry import resolve_attention_backend
+from pdcore.runner.base import ModelRunner, poll_connector
+from pdcore.runner.batch import BatchState, StepInputs
+from pdcore.runner.memory import available_memory
+from pdcore.runner.models.loader import load_model
+from pdcore.runner.models.rope import RotaryTable
+from pdcore.runner.sampler import allow_only, sample
+from pdcore.scheduler.base import Limits
+
+__all__ = ["GPUModelRunner"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NOTHING = np.zeros(0, np.int32)
+
+
+class GPUModelRunner(ModelRunner):
+    """Runs a Llama-family model over paged KV memory. One thread calls it, in step order.
+
+    Args:
+        model_path: a Hugging Face folder with safetensors, or a GGUF file.
+        limits: the scheduler's limits; they size every buffer.
+        device: "cuda" or "cpu"; None takes CUDA when there is one.
+        dtype: "float32", "bfloat16" or "float16", of weights and KV; None takes float32 on a CPU
+            and bfloat16 on CUDA.
+        block_size: tokens in a block.
+        attention_backend: a name ("torch", "triton"), a class, or None for the device's own.
+        connector: the worker's half of a KV connector, or None.
+        memory_utilization: which share of memory may be used; see `pdcore.runner.memory`.
+        kv_cache_memory_bytes: size of the KV cache; given, nothing is measured.
+        num_threads: torch's threads on a CPU, for the whole process; None leaves torch's choice.
+        seed: what draws without a seed are derived from; None takes the operating system's entropy.
+        keep_logits: whether `logits` holds on to the last step's logits.
+
+    Attributes:
+        logits: with ``keep_logits``, float32 (n, vocab_size) of the rows that drew in the last
+            step, in the order of the result, before any grammar; None before the first.
+
+    Raises:
+        ConfigError: the settings do not fit each other, the model or the machine.
+        UnsupportedModel, MissingWeights: the checkpoint cannot be run.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        limits: Limits,
+        device: str | None = None,
+        dtype: str | None = None,
+        block_size: int = 16,
+        attention_backend: str | type[AttentionBackend] | None = None,
+        connector: WorkerConnector | None = None,
+        memory_utilization: float | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        num_threads: int | None = None,
+        seed: int | None = None,
+        keep_logits: bool = False,
+    ) -> None:
+        self._device = _choose_device(device)
+        self._dtype_name = _choose_dtype(dtype, self._device)
+        backend = resolve_attention_backend(attention_backend, device=self._device.type)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._model = load_model(model_path, device=self._device, dtype=_DTYPES[self._dtype_name])
+        self._limits = limits
+        self._connector = connector
+        self._memory_utilization = memory_utilization
+        self._kv_cache_memory_bytes = kv_cache_memory_bytes
+        self._keep_logits = keep_logits
+        self._check_limits()
+        self._spec = self._make_spec(block_size)
+        self._attention = backend(self._attention_shape(block_size))
+        self._rotary = RotaryTable(
+            self._model.config.rope,
+            self._spec.head_dim,
+            num_positions=limits.max_model_len,
+            device=self._device,
+        )
+        self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+        self._state = self._make_state()
+        self._kv_cache: Tensor | None = None
+        self._step: StepInputs | None = None
+        self._step_logits: Tensor | None = None
+        self._is_executed = False
+        self.logits: Tensor | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the model's vocabulary, for `Limits.vocab_size`."""
+        return self._model.config.vocab_size
+
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        return self._spec
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        if self._kv_cache_memory_bytes is not None:
+            return self._kv_cache_memory_bytes
+        return available_memory(
+            self._device, utilization=self._memory_utilization, trial=self._run_largest_step
+        )
+
+    def initialize_from_config(self, config: KVCacheConfig) -> None:
+        # Not in inference mode: connectors write to the cache from threads of their own, and torch
+        # lets nobody outside inference mode write to a tensor that was made inside.
+        if config.spec != self._spec:
+            raise ConfigError(
+                f"the KV cache was configured for {config.spec}, but the model needs {self._spec}"
+            )
+        self._kv_cache = self._allocate(config.num_blocks)
+        self._attention.bind(self._kv_cache)
+        if self._connector is not None:
+            self._connector.register_kv_caches(
+                KVCaches(
+                    buffer=self._kv_cache,
+                    bytes_per_block=self._spec.bytes_per_block,
+                    fingerprint=self.fingerprint,
+                )
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Describes the KV: model, weights, element type and layout."""
+        spec = self._spec
+        return (
+            f"{self._model.config.model_type}-{self._model.fingerprint}/{spec.dtype}/"
+            f"layers{spec.num_layers}-heads{spec.num_kv_heads}x{spec.head_dim}-block{spec.block_size}"
+        )
+
+    @torch.inference_mode()
+    def execute_model(self, output: SchedulerOutput) -> None:
+        if self._kv_cache is None:
+            raise ExecutorError("execute_model was called before initialize_from_config")
+        if self._connector is not None and output.connector_meta is not None:
+            self._connector.start_load_kv(output.connector_meta)
+        self._run(output)
+        if self._connector is not None:
+            self._connector.wait_for_save()
+        self._is_executed = True
+
+    @torch.inference_mode()
+    def sample_tokens(self, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
+        if not self._is_executed:
+            raise ExecutorError("sample_tokens was called without an execute_model before it")
+        self._is_executed = False
+        step, logits = self._step, self._step_logits
+        self._step = self._step_logits = None
+        rows = epochs = tokens = _NOTHING
+        errors: tuple[RowError, ...] = () if step is None else step.errors
+        if step is not None and logits is not None:
+            rows, epochs, tokens, failed = self._draw(step, logits, bitmask)
+            errors += failed
+        return ModelRunnerOutput(
+            rows=rows,
+            epochs=epochs,
+            sampled_token_ids=tokens.reshape(-1, 1),
+            errors=errors,
+            transfer_report=poll_connector(self._connector),
+        )
+
+    def close(self) -> None:
+        connector, self._connector = self._connector, None
+        if connector is not None:
+            connector.close()
+        for name in ("_kv_cache", "_attention", "_model", "_state", "_step", "_step_logits"):
+            self.__dict__[name] = None
+        self.logits = None
+
+    def _run(self, output: SchedulerOutput) -> None:
+        self._state.apply(output)
+        self._step = self._step_logits = None
+        if not output.rows.size:
+            return
+        self._step = step = self._state.plan(output)
+        if not step.num_tokens:
+            return
+        self._attention.plan(step.attention)
+        hidden = self._model.forward(
+            step.token_ids, step.positions, rotary=self._rotary, attend=self._attend
+        )
+        if step.sample_rows.size:
+            self._step_logits = self._model.compute_logits(
+                hidden.index_select(0, step.sample_tokens)
+            )
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._connector is None:
+            return self._attention.forward(layer, query, key, value)
+        self._connector.wait_for_layer_load(layer)
+        seen = self._attention.forward(layer, query, key, value)
+        self._connector.save_kv_layer(layer)
+        return seen
+
+    def _draw(
+        self, step: StepInputs, logits: Tensor, bitmask: GrammarBitmask | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[RowError, ...]]:
+        if self._keep_logits:
+            self.logits = logits if bitmask is None else logits.clone()
+        if bitmask is not None:
+            self._constrain(step, logits, bitmask)
+        tokens, is_faulty = sample(logits, self._state.sampling(step))
+        self._state.remember(step.sample_rows, tokens)
+        on_host = torch.stack((tokens, is_faulty.to(tokens.dtype))).to(torch.int32).cpu().numpy()
+        is_good = on_host[1] == 0
+        rows, epochs = step.sample_rows, step.sample_epochs
+        if is_good.all():
+            return rows, epochs, on_host[0], ()
+        errors = tuple(
+            RowError(row=row, epoch=epoch, cause="the logits hold NaN or inf, or allow no token")
+            for row, epoch in zip(rows[~is_good].tolist(), epochs[~is_good].tolist(), strict=True)
+        )
+        if self._keep_logits and self.logits is not None:
+            self.logits = self.logits[torch.from_numpy(is_good)]
+        return rows[is_good], epochs[is_good], on_host[0, is_good], errors
+
+    def _constrain(self, step: StepInputs, logits: Tensor, bitmask: GrammarBitmask) -> None:
+        place_of_row = np.full(self._limits.max_num_seqs, -1, np.int64)
+        place_of_row[step.sample_rows] = np.arange(step.sample_rows.size)
+        places = place_of_row[bitmask.rows]
+        is_meant = places >= 0
+        is_meant[is_meant] = step.sample_epochs[places[is_meant]] == bitmask.epochs[is_meant]
+        if is_meant.any():
+            allow_only(
+                logits,
+                torch.from_numpy(places[is_meant]).to(self._device),
+                torch.from_numpy(bitmask.bits[is_meant]).to(self._device),
+            )
+
+    def _run_largest_step(self) -> None:
+        """Run as many tokens as a step may have, over a small cache that is thrown away."""
+        limits = self._limits
+        num_rows = -(-limits.max_num_batched_tokens // limits.max_model_len)
+        num_rows = min(num_rows, limits.max_num_seqs)
+        length = min(limits.max_num_batched_tokens, limits.max_model_len)
+        num_blocks = -(-length // self._spec.block_size)
+        self._attention.bind(self._allocate(num_blocks + 1))
+        self._run(_trial_plan(num_rows, length, num_blocks))
+        hidden = torch.zeros(
+            (limits.max_num_seqs, self._model.config.hidden_size),
+            dtype=self._model.dtype,
+            device=self._device,
+        )
+        self._model.compute_logits(hidden)
+        self._step = self._step_logits = None
+        self._state = self._make_state()
+
+    def _allocate(self, num_blocks: int) -> Tensor:
+        size = (num_blocks, *self._spec.block_shape)
+        try:
+            return torch.zeros(size, dtype=self._model.dtype, device=self._device)
+        except RuntimeError as error:  # torch has no narrower one on a CPU
+            raise ConfigError(
+                f"{num_blocks} blocks of {self._spec.bytes_per_block} bytes cannot be allocated on "
+                f"{self._device} ({error}). Give the KV cache less memory."
+            ) from error
+
+    def _check_limits(self) -> None:
+        longest = self._model.config.max_position_embeddings
+        if self._limits.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len={self._limits.max_model_len} is over the {longest} positions that "
+                "the model was trained for. Lower it."
+            )
+
+    def _make_spec(self, block_size: int) -> KVCacheSpec:
+        config = self._model.config
+        return KVCacheSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=self._dtype_name,
+            sliding_window=config.sliding_window,
+        )
+
+    def _attention_shape(self, block_size: int) -> AttentionShape:
+        config = self._model.config
+        return AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=self._dtype_name,
+            device=self._device.type,
+            windows=config.windows,
+        )
+
+    def _make_state(self) -> BatchState:
+        return BatchState(
+            max_num_seqs=self._limits.max_num_seqs,
+            max_model_len=self._limits.max_model_len,
+            block_size=self._spec.block_size,
+            vocab_size=self._model.config.vocab_size,
+            device=self._device,
+            seed=self._seed,
+        )
+
+
+def _choose_device(device: str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is unknown: use 'cuda' or 'cpu'") from error
+    if chosen.type not in ("cuda", "cpu"):
+        raise ConfigError(f"device={device!r} is not supported: use 'cuda' or 'cpu'")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={device!r} was asked for, but this torch sees no CUDA device: use 'cpu', or "
+            "install a CUDA build of torch"
+        )
+    return chosen
+
+
+def _choose_dtype(dtype: str | None, device: torch.device) -> str:
+    if dtype is None:
+        return "bfloat16" if device.type == "cuda" else "float32"
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is unknown: use one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _trial_plan(num_rows: int, length: int, num_blocks: int) -> SchedulerOutput:
+    rows = np.arange(num_rows, dtype=np.int32)
+    zeros = np.zeros(num_rows, np.int32)
+    requests = tuple(
+        NewRequestData(
+            row=row,
+            epoch=0,
+            uid=row,
+            request_id=f"trial-{row}",
+            token_ids=np.zeros(length, np.int32),
+            num_prompt_tokens=length,
+            num_computed_tokens=0,
+            block_ids=np.arange(1, num_blocks + 1, dtype=np.int32),
+            sampling=SamplingParams(temperature=0),
+        )
+        for row in rows.tolist()
+    )
+    return SchedulerOutput(
+        step_id=0,
+        rows=rows,
+        epochs=zeros,
+        num_scheduled_tokens=zeros + length,
+        num_computed_tokens=zeros,
+        samples=np.ones(num_rows, np.bool_),
+        scheduled_new_reqs=requests,
+        block_rows=_NOTHING,
+        block_positions=_NOTHING,
+        block_ids=_NOTHING,
+        finished_rows=_NOTHING,
+    )

@@ -1,0 +1,72 @@
+"""How much memory a KV cache may take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from pdcore.errors import ConfigError
+
+__all__ = ["DEFAULT_UTILIZATION", "available_memory"]
+
+DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
+"""Of a CUDA device's whole memory, which a worker has to itself; of a host's free memory, which it
+shares with other processes, perhaps other workers."""
+
+
+def available_memory(
+    device: torch.device, *, utilization: float | None, trial: Callable[[], None]
+) -> int:
+    """Return how many bytes are left for the KV cache after a trial run.
+
+    Args:
+        device: where the cache will live.
+        utilization: which share may be used in all; None takes `DEFAULT_UTILIZATION`.
+        trial: runs the largest step once. On CUDA its peak is measured and taken off; on a CPU the
+            free memory is read after it, when the allocator has grown to what the step needs.
+
+    Raises:
+        ConfigError: ``utilization`` is not in (0, 1], or nothing is left.
+    """
+    if utilization is None:
+        utilization = DEFAULT_UTILIZATION[device.type]
+    if not 0 < utilization <= 1:
+        raise ConfigError(f"memory_utilization={utilization}: must be more than 0 and at most 1")
+    if device.type == "cuda":
+        num_bytes = _available_on_cuda(device, utilization, trial)
+    else:
+        trial()
+        num_bytes = int(_free_host_bytes() * utilization)
+    if num_bytes <= 0:
+        raise ConfigError(
+            f"the model and its largest step leave no memory for the KV cache on {device} at "
+            f"memory_utilization={utilization}. Raise it, or lower max_num_batched_tokens."
+        )
+    return num_bytes
+
+
+def _available_on_cuda(device: torch.device, utilization: float, trial: Callable[[], None]) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    trial()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # What others, and libraries outside torch's allocator, hold on the device is not ours to use.
+    elsewhere = total - free - torch.cuda.memory_reserved(device)
+    return int(total * utilization) - peak - elsewhere
+
+
+def _free_host_bytes() -> int:
+    """Memory that can be had without swapping; Linux says so, elsewhere the free pages must do."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,163 @@
+"""From a checkpoint on disk to a `LlamaModel`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdcore.errors import ConfigError, MissingExtra, MissingWeights, UnsupportedModel
+from pdcore.runner.models.config import ModelConfig, config_from_hf
+from pdcore.runner.models.llama import DecoderLayer, LlamaModel
+from pdcore.runner.models.weights import SafetensorsSource, WeightSource
+
+__all__ = ["load_model"]
+
+_NUM_DIGEST_ROWS = 8
+
+
+def load_model(
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> LlamaModel:
+    """Load a Hugging Face folder with safetensors, or a GGUF file.
+
+    Args:
+        path: the folder or file.
+        device: where the weights go.
+        dtype: what floating-point type they are converted to.
+
+    Raises:
+        UnsupportedModel: the architecture, a feature of it or the file's format is not known.
+        MissingWeights: a file or tensor is absent, truncated or damaged.
+        ConfigError: the config is malformed.
+    """
+    path = Path(path)
+    config, source = _open_checkpoint(path)
+    try:
+        return _Assembler(config, source, torch.device(device), dtype).assemble()
+    finally:
+        source.close()
+
+
+def _open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
+    if path.is_dir():
+        return config_from_hf(_read_config(path / "config.json")), SafetensorsSource(path)
+    if not path.exists():
+        raise MissingWeights(f"{path} does not exist: give a Hugging Face folder or a GGUF file")
+    if path.suffix != ".gguf":
+        raise UnsupportedModel(
+            f"{path} is neither a folder nor a .gguf file: give a Hugging Face folder with "
+            "config.json and safetensors, or a GGUF file"
+        )
+    try:
+        from pdcore.runner.models.gguf import GGUFSource  # only those who have such a file need it
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"reading {path.name}", "torch", error.name or "gguf") from error
+    source = GGUFSource(path)
+    return source.config, source
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise MissingWeights(f"{path.parent} has no config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}, not an object")
+    return raw
+
+
+@attrs.frozen
+class _Assembler:
+    config: ModelConfig
+    source: WeightSource
+    device: torch.device
+    dtype: torch.dtype
+
+    def assemble(self) -> LlamaModel:
+        config = self.config
+        vocabulary = (config.vocab_size, config.hidden_size)
+        embed_tokens = self._tensor("model.embed_tokens.weight", vocabulary)
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        final_norm = self._tensor("model.norm.weight", (config.hidden_size,))
+        tied = config.tie_word_embeddings
+        lm_head = embed_tokens if tied else self._tensor("lm_head.weight", vocabulary)
+        return LlamaModel(
+            config=config,
+            embed_tokens=embed_tokens,
+            layers=layers,
+            final_norm=final_norm,
+            lm_head=lm_head,
+            fingerprint=_fingerprint(config, (embed_tokens, layers[0].qkv, layers[-1].down)),
+        )
+
+    def _layer(self, index: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{index}."
+        hidden, inner = config.hidden_size, config.intermediate_size
+        query_size = config.num_heads * config.head_dim
+        output_bias = prefix + "self_attn.o_proj.bias"
+        return DecoderLayer(
+            attention_norm=self._tensor(prefix + "input_layernorm.weight", (hidden,)),
+            qkv=self._qkv(prefix, "weight", (hidden,)),
+            qkv_bias=self._qkv(prefix, "bias", ()) if config.qkv_bias else None,
+            qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
+            output=self._tensor(prefix + "self_attn.o_proj.weight", (hidden, query_size)),
+            output_bias=self._tensor(output_bias, (hidden,)) if config.output_bias else None,
+            feed_forward_norm=self._tensor(prefix + "post_attention_layernorm.weight", (hidden,)),
+            gate_up=torch.cat(
+                [
+                    self._tensor(f"{prefix}mlp.{n}_proj.weight", (inner, hidden))
+                    for n in ("gate", "up")
+                ]
+            ),
+            down=self._tensor(prefix + "mlp.down_proj.weight", (hidden, inner)),
+        )
+
+    def _qkv(self, prefix: str, kind: str, trailing: tuple[int, ...]) -> Tensor:
+        config = self.config
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        return torch.cat(
+            [
+                self._tensor(
+                    f"{prefix}self_attn.{name}_proj.{kind}", (count * config.head_dim, *trailing)
+                )
+                for name, count in heads.items()
+            ]
+        )
+
+    def _qk_norm(self, prefix: str) -> Tensor:
+        config = self.config
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}
+        return torch.cat(
+            [
+                self._tensor(f"{prefix}self_attn.{name}_norm.weight", (config.head_dim,))
+                .unsqueeze(0)
+                .expand(count, -1)
+                for name, count in heads.items()
+            ]
+        )
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.source.read(name)
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedModel(
+                f"{self.source.path}: tensor {name!r} has shape {tuple(tensor.shape)}, "
+                f"but the config calls for {shape}"
+            )
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+
+def _fingerprint(config: ModelConfig, tensors: tuple[Tensor, ...]) -> str:
+    """Digest the shape, the dtype and a few rows of some weights: cheap, and enough to differ."""
+    digest = hashlib.sha256(repr(attrs.astuple(config)).encode())
+    for tensor in tensors:
+        step = max(1, tensor.shape[0] // _NUM_DIGEST_ROWS)
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor[::step].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
