@@ -148,7 +148,7 @@ def time_decode(engine: Engine, batch: int, *, context: int, bandwidth: float, d
         times.append(time.perf_counter() - started)
     engine.scheduler.abort_requests(list(engine.tokens))
     engine.run()
-    weights = sum(p.numel() * p.element_size() for p in engine.runner.parameters())
+    weights = engine.runner.num_weight_bytes
     kv = batch * (context + 24) * engine.spec.bytes_per_block / BLOCK_SIZE
     floor = (weights + kv) / bandwidth
     median = statistics.median(times)

@@ -115,6 +115,11 @@ class GPUModelRunner(ModelRunner):
         """Size of the model's vocabulary, for `Limits.vocab_size`."""
         return self._model.config.vocab_size
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """The bytes of weights that a decode step reads."""
+        return self._model.num_weight_bytes
+
     def get_kv_cache_spec(self) -> KVCacheSpec:
         return self._spec
 

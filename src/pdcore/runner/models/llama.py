@@ -85,6 +85,14 @@ class LlamaModel:
     def device(self) -> torch.device:
         return self.embed_tokens.device
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """What a step reads of the model at least: every weight once, tied tables counted once."""
+        tensors = [self.final_norm, self.lm_head]
+        for layer in self.layers:
+            tensors += [value for value in attrs.astuple(layer, recurse=False) if value is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, *, rotary: RotaryTable, attend: Attend
     ) -> Tensor:
