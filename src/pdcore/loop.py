@@ -42,18 +42,17 @@ def step(
             again with the next step, unless the executor is dead.
     """
     output = scheduler.schedule()
-    if output.is_empty:
-        scheduler.abort_requests(aborts())
-        return scheduler.update_from_output(output, _NOTHING)
+    model_output = _NOTHING
     try:
-        forward = executor.execute_model(output, non_block=True)
-        bitmask = scheduler.get_grammar_bitmask(output)
-        forward.result()
-        model_output = executor.sample_tokens(bitmask)
+        if not output.is_empty:
+            forward = executor.execute_model(output, non_block=True)
+            bitmask = scheduler.get_grammar_bitmask(output)
+            forward.result()
+            model_output = executor.sample_tokens(bitmask)
+        scheduler.abort_requests(aborts())
     except BaseException:
         scheduler.abandon(output, dispatched=True)
         raise
-    scheduler.abort_requests(aborts())
     return scheduler.update_from_output(output, model_output)
 
 

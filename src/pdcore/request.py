@@ -169,9 +169,9 @@ class SamplingParams:
     encoder_inputs: None = None
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+        if not isinstance(self.max_tokens, int) or not 1 <= self.max_tokens < 2**31:
             raise InvalidRequest(
-                f"max_tokens={self.max_tokens!r} is not allowed: pass an integer >= 1 "
+                f"max_tokens={self.max_tokens!r} is not allowed: pass an integer in 1..2**31-1 "
                 "(a prefill for hand-over uses 1)"
             )
         if not isinstance(self.min_tokens, int) or not 0 <= self.min_tokens <= self.max_tokens:
@@ -180,15 +180,15 @@ class SamplingParams:
                 f"0..max_tokens ({self.max_tokens})"
             )
         _finite_at_least_zero("temperature", self.temperature)
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InvalidRequest(f"top_k={self.top_k!r} is not allowed: pass an integer >= 0")
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
+            raise InvalidRequest(f"top_k={self.top_k!r} is not allowed: pass 0..2**31-1")
         _finite_at_least_zero("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p={self.top_p!r} is not allowed: pass a value in (0, 1]")
         _finite_at_least_zero("min_p", self.min_p)
         if self.min_p > 1:
             raise InvalidRequest(f"min_p={self.min_p!r} is not allowed: pass a value in [0, 1]")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
             raise InvalidRequest(f"seed={self.seed!r} is not allowed: pass 0..2**63-1 or None")
         for name, default in _RESERVED.items():
             if getattr(self, name) != default:
@@ -255,9 +255,20 @@ class Request:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
             raise InvalidRequest(f"request_id={self.request_id!r}: pass a non-empty string")
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest(f"sampling={self.sampling!r}: pass SamplingParams(...)")
+        if not isinstance(self.priority, int) or not -(2**63) <= self.priority < 2**63:
+            raise InvalidRequest(f"priority={self.priority!r}: pass an integer of 64 bits")
+        eos = self.eos_token_id
+        if eos is not None and not (isinstance(eos, int) and 0 <= eos < 2**31):
+            raise InvalidRequest(f"eos_token_id={eos!r}: pass a token id or None")
+        for name in ("tenant", "cache_salt", "lora"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise InvalidRequest(f"{name}={value!r}: pass a string or None")
         for name in ("arrival_time", "deadline"):
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
                 raise InvalidRequest(f"{name}={value!r}: pass finite seconds or None")
 
     @property

@@ -163,6 +163,9 @@ class GPUModelRunner(ModelRunner):
         if self._kv_cache is None:
             raise ExecutorError("execute_model was called before initialize_from_config")
         if self._connector is not None and output.connector_meta is not None:
+            if self._device.type == "cuda":
+                # Blocks that a load fills may have been written by kernels that still run.
+                torch.cuda.current_stream(self._device).synchronize()
             self._connector.start_load_kv(output.connector_meta)
         self._run(output)
         if self._connector is not None:

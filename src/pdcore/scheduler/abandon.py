@@ -50,9 +50,12 @@ def _take_back_safely(core: Core, output: SchedulerOutput) -> None:
     table.num_computed[rows] -= output.num_scheduled_tokens[current]
     table.num_in_flight[rows] -= output.samples[current]
     table.refresh(rows, needed=True)
-    # What started in this step may share blocks that the step was to write.
+    # What started in this step, or began to load, may share blocks that the step was to write.
     for row in rows[table.since_step[rows] == output.step_id][::-1].tolist():
         core.preempt(table.state(row))
+    for state in list(core.parked.values()):
+        if state.parked_in_step == output.step_id:
+            core.restart(state)
     manager.pool.withdraw(output.step_id)
     manager.pool.commit(output.step_id)
     manager.recount_published(table.running)

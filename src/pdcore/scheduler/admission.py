@@ -126,14 +126,18 @@ class AdmissionPass:
             return False
         rows = core.table.running.copy()
         try:
+            if not self._could_run(state):
+                return False
             index = core.policy.displace(state.request, running_view(core, rows))
+            if index is not None and not 0 <= index < rows.size:
+                raise IndexError(f"it answered {index}, of {rows.size} running requests")
         except Exception as error:
             self._fail(state, "displace", error)
             return False
         if index is None:
             return False
         row = int(rows[index])
-        if row in plan.admitted_rows:
+        if row in plan.admitted_rows or self._is_shared_in(row, plan):
             return False
         kept = plan.rows != row
         plan.token_budget += int(plan.num_tokens[~kept].sum())
@@ -142,6 +146,25 @@ class AdmissionPass:
         core.preempt(core.table.state(row))
         plan.drop_vacated(core.table.states)
         return True
+
+    def _could_run(self, state: RequestState) -> bool:
+        """Whether a row is what a request lacks, and not its remote KV."""
+        if state.num_late_tokens:
+            return False
+        _, match = self._find_computed(state)
+        return match is not None and not (match.num_tokens and match.is_async)
+
+    def _is_shared_in(self, row: int, plan: Plan) -> bool:
+        """Whether what joined in this step shares blocks of a row, which may not be written yet."""
+        core = self._core
+        joined = [core.manager.row_blocks(other) for other in plan.admitted_rows]
+        joined += [
+            state.block_ids
+            for state in core.parked.values()
+            if state.parked_in_step == plan.step_id and state.block_ids is not None
+        ]
+        blocks = core.manager.row_blocks(row)
+        return any(np.isin(blocks, others).any() for others in joined)
 
     def _consider(self, state: RequestState, queue: WaitingTable, plan: Plan) -> Skip | None:
         """Admit a request, or start its load; otherwise say why not."""
@@ -161,7 +184,7 @@ class AdmissionPass:
         if match is None:
             return self._ask_later(state, plan)
         if match.num_tokens and match.is_async:
-            return self._park(state, queue, hit, match)
+            return self._park(state, queue, plan, hit, match)
         return self._admit(state, queue, plan, hit, match)
 
     def _ask_later(self, state: RequestState, plan: Plan) -> Skip:
@@ -194,7 +217,7 @@ class AdmissionPass:
             token_budget=plan.token_budget,
         )
         try:
-            verdict = core.policy.admit(state.request, context)
+            verdict = Admission(core.policy.admit(state.request, context))
         except Exception as error:
             return self._fail(state, "admit", error)
         if verdict is Admission.ADMIT:
@@ -216,13 +239,19 @@ class AdmissionPass:
             return hit, match
         num_tokens = match.num_tokens
         if self._has_load_hook:
-            num_tokens = core.policy.load(state.request, match, hit.num_tokens)
+            answer = int(core.policy.load(state.request, match, hit.num_tokens))
+            num_tokens = min(answer, match.num_tokens)
         # At least one token is computed here, or there would be nothing to draw from.
         num_tokens = min(num_tokens, len(state.sequence) - 1 - hit.num_tokens)
         return hit, ExternalMatch(num_tokens=max(num_tokens, 0), is_async=match.is_async)
 
     def _park(
-        self, state: RequestState, queue: WaitingTable, hit: PrefixHit, match: ExternalMatch
+        self,
+        state: RequestState,
+        queue: WaitingTable,
+        plan: Plan,
+        hit: PrefixHit,
+        match: ExternalMatch,
     ) -> Skip | None:
         """Give a request the blocks that its load fills, and start the load."""
         core, manager = self._core, self._core.manager
@@ -250,6 +279,7 @@ class AdmissionPass:
         self._leave_queue(state, queue)
         before = (state.block_ids, state.num_computed_tokens, state.num_local_tokens)
         state.load = load
+        state.parked_in_step = plan.step_id
         state.block_ids = blocks
         state.num_computed_tokens = num_computed
         state.num_local_tokens = hit.num_tokens
@@ -287,13 +317,9 @@ class AdmissionPass:
         except Exception as error:
             core.manager.pool.release(blocks[::-1])
             return self._fail(state, "update_state_after_alloc", error)
+        # Never counted back, so that no two loads have one name.
         state.attempt += 1
-
-        def undo() -> None:
-            state.attempt -= 1
-            connector.undo_alloc(state.request, load)
-
-        core.record(undo)
+        core.record(lambda: connector.undo_alloc(state.request, load))
         return load
 
     def _num_reserved_blocks(self) -> int:

@@ -84,7 +84,6 @@ def fingerprint(core: Core) -> bytes:
             len(state.sequence) if state.row < 0 else 0,
             None if state.block_ids is None else state.block_ids.tolist(),
             state.num_computed_tokens,
-            state.attempt,
             state.ask_connector,
             state.num_late_tokens,
             state.num_preemptions,

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 
-from pdcore.messages import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepResult
+from pdcore.messages import (
+    ModelRunnerOutput,
+    RequestOutput,
+    RowError,
+    SchedulerOutput,
+    StepResult,
+)
 from pdcore.request import FinishReason
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.grammar import GrammarMatcher
 from pdcore.scheduler.state import RequestState
 
 __all__ = ["Commit"]
+
+logger = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -30,11 +41,13 @@ class Commit:
         """Take in the result of the oldest plan in flight."""
         core, table = self._core, self._core.table
         core.touch()
+        if model_output.errors:
+            self._row_errors(output, model_output)
         core.manager.pool.commit(output.step_id)
         rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
         current = table.epoch[rows] == model_output.epochs
         departed: list[tuple[RequestState, int]] = []
-        if core.departed or not current.all():
+        if core.departed or model_output.errors or not current.all():
             rows, tokens, departed = self._split(model_output)
         self._append(rows, tokens)
         reasons = self._finish_reasons(rows, tokens)
@@ -54,7 +67,6 @@ class Commit:
             finished=finished,
         )
         self._add_departed(result, departed)
-        self._row_errors(output, model_output)
         self._add_outbox(result)
         return result
 
@@ -121,11 +133,7 @@ class Commit:
         for index in np.flatnonzero(table.has_matcher[rows] & (reasons == 0)).tolist():
             matcher = table.state(int(rows[index])).matcher
             assert matcher is not None
-            try:
-                accepted = matcher.accept(int(tokens[index]))
-            except Exception:
-                accepted = False
-            if not accepted:
+            if not _accepts(matcher, int(tokens[index])):
                 reasons[index] = FinishReason.ERROR
 
     def _finish(self, state: RequestState, token: int, reason: FinishReason) -> RequestOutput:
@@ -156,6 +164,8 @@ class Commit:
     def _append_late(self, state: RequestState, token: int) -> FinishReason | None:
         """Add a token to a preempted request; return why it ends with it, or None."""
         state.sequence.append(np.array([token], np.int32))
+        if state.matcher is not None and not _accepts(state.matcher, token):
+            return FinishReason.ERROR
         request, num_tokens = state.request, len(state.sequence)
         sampling = request.sampling
         is_eos = token == request.eos_token_id and not sampling.ignore_eos
@@ -168,14 +178,41 @@ class Commit:
         return None
 
     def _row_errors(self, output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """End the requests that the workers could not run; their token is not coming."""
+        """End the requests that the workers could not run, before anything of theirs is final."""
         core, table = self._core, self._core.table
         for error in model_output.errors:
             state = table.states[error.row]
-            if state is not None and table.epoch[error.row] == error.epoch:
-                planned = output.samples[output.rows == error.row]
-                table.num_in_flight[error.row] -= int(planned.sum())
-                core.fail(state, error.cause)
+            if state is None or table.epoch[error.row] != error.epoch:
+                self._late_error(error)
+                continue
+            planned = output.samples[output.rows == error.row]
+            table.num_in_flight[error.row] -= int(planned.sum())
+            unwritten = self._withdraw(error.row, output)
+            core.fail(state, error.cause)
+            if unwritten.size:
+                core.distrust(unwritten, since_step=output.step_id)
+
+    def _late_error(self, error: RowError) -> None:
+        """A request that lost its row failed in a step that was in flight then."""
+        core = self._core
+        state = core.departed.get((error.row, error.epoch))
+        if state is None:
+            return
+        state.num_late_tokens -= 1
+        if not state.num_late_tokens:
+            del core.departed[error.row, error.epoch]
+        if not state.is_finished:
+            core.fail(state, error.cause)
+
+    def _withdraw(self, row: int, output: SchedulerOutput) -> Int32Array:
+        """Drop the keys of the blocks that a failed row was to write; return those blocks."""
+        core, pool = self._core, self._core.manager.pool
+        ids = core.manager.row_blocks(row)
+        before = pool.keys(ids)
+        for plan in (output, *core.in_flight):
+            pool.withdraw(plan.step_id, ids)
+        dropped = [a is not None and b is None for a, b in zip(before, pool.keys(ids), strict=True)]
+        return ids[np.array(dropped, np.bool_)]
 
     def _add_outbox(self, result: StepResult) -> None:
         """Deliver the requests that ended without a new token."""
@@ -202,6 +239,15 @@ def with_token(output: RequestOutput, token: int) -> RequestOutput:
         num_external_tokens=output.num_external_tokens,
         num_preemptions=output.num_preemptions,
     )
+
+
+def _accepts(matcher: GrammarMatcher, token: int) -> bool:
+    """Whether a grammar allows a token; one that raises does not."""
+    try:
+        return matcher.accept(token)
+    except Exception:
+        logger.exception("a grammar raised when it was told of token %d", token)
+        return False
 
 
 def _cause(state: RequestState, token: int, reason: FinishReason) -> str | None:

@@ -115,13 +115,18 @@ class Core:
         queue = self.waiting if state.block_ids is None else self.landed
         queue.join(state, ahead=ahead)
 
-    def vacate(self, state: RequestState) -> None:
-        """Take a request's row and blocks. Tokens in flight for it stay expected."""
+    def vacate(self, state: RequestState, *, expects_late: bool = True) -> None:
+        """Take a request's row and blocks.
+
+        Args:
+            state: a running request.
+            expects_late: whether tokens in flight for it are still wanted; else they are dropped.
+        """
         table, row = self.table, state.row
         table.flush(row)
         epoch = int(table.epoch[row])
         num_in_flight = int(table.num_in_flight[row])
-        if num_in_flight:
+        if num_in_flight and expects_late:
             self.departed[row, epoch] = state
             state.num_late_tokens = num_in_flight
         self.manager.free(row)
@@ -136,9 +141,9 @@ class Core:
 
         self.record(undo)
 
-    def preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState, *, expects_late: bool = True) -> None:
         """Take a running request's row and blocks, and put it back into the queue."""
-        self.vacate(state)
+        self.vacate(state, expects_late=expects_late)
         queue_key = state.queue_key
         move(state, RequestStatus.PREEMPTED)
         state.num_preemptions += 1
@@ -212,6 +217,30 @@ class Core:
         self.manager.pool.release(loading[::-1])
         state.block_ids = local if local.size else None
         state.num_computed_tokens = load.num_local_tokens
+
+    def restart(self, state: RequestState) -> None:
+        """Put a request without a row back into the queue, to begin from nothing."""
+        if state.uid in self.parked:
+            self.unpark(state, still_written=True)
+            move(state, RequestStatus.WAITING)
+        else:
+            self.landed.remove(state)
+        self.drop_blocks(state)
+        self.enqueue(state, ahead=True)
+
+    def distrust(self, block_ids: npt.NDArray[np.int32], *, since_step: int) -> None:
+        """Blocks that others may share were not written as planned: those begin anew.
+
+        Only what joined in ``since_step`` or later can share them. What such a row has drawn, or
+        still draws in steps in flight, is dropped, since it may come from the missing data.
+        """
+        rows = self.table.running
+        for row in rows[self.table.since_step[rows] >= since_step][::-1].tolist():
+            if np.isin(self.manager.row_blocks(row), block_ids).any():
+                self.preempt(self.table.state(row), expects_late=False)
+        for state in (*self.parked.values(), *self.landed):
+            if np.isin(state.block_ids, block_ids).any():
+                self.restart(state)
 
     def stop_asking(self, state: RequestState) -> None:
         """A request no longer waits for its connector to say what it has."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import CancelledError
 
 from pdcore.connector.base import ConnectorEvents
 from pdcore.messages import LoadFailure, TransferKey
 from pdcore.request import FinishReason, RequestStatus
 from pdcore.scheduler.core import Core
-from pdcore.scheduler.grammar import GrammarMatcher
 from pdcore.scheduler.state import RequestState, move
 
 __all__ = ["Intake"]
@@ -164,27 +164,28 @@ class Intake:
         for uid, future in list(core.compiling.items()):
             if not future.done():
                 continue
-            del core.compiling[uid]
-            core.alarms.cancel(("grammar", uid))
             state = core.requests[uid]
-            error = future.exception()
+            error = CancelledError() if future.cancelled() else future.exception()
             if error is not None:
                 core.fail(state, f"its grammar could not be compiled: {error!r}")
                 continue
-            matcher: GrammarMatcher = future.result()
-            state.matcher = matcher
+            del core.compiling[uid]
+            core.alarms.cancel(("grammar", uid))
+            state.matcher = future.result()
             move(state, RequestStatus.WAITING)
             core.enqueue(state)
 
     def _due(self, name: object) -> None:
         core = self._core
         match name:
+            # Another alarm of the same moment may have ended the request.
+            case (_, int(uid)) if uid not in core.requests:
+                pass
             case ("request", int(uid)):
                 state = core.requests[uid]
                 cause = f"its deadline passed while it was {state.status.value}"
                 core.outbox.append(core.finish(state, FinishReason.TIMEOUT, cause=cause))
             case ("grammar", int(uid)):
-                core.compiling.pop(uid).cancel()
                 core.fail(
                     core.requests[uid],
                     f"its grammar was not compiled within {core.limits.grammar_timeout_s:g} s",

@@ -85,8 +85,11 @@ class RunningPass:
         want = planned - table.num_computed[rows]
         if self._core.in_flight:
             # With all its tokens on the way, a row has nothing to do but to wait for them; so has
-            # one whose tokens the workers must be told before they are all known here.
-            waits = (planned >= table.limit[rows]) | table.needs_refresh[rows]
+            # one whose tokens the workers must be told before they are all known here, and one
+            # whose grammar must see its last token before it can say what is allowed next.
+            waits = (
+                (planned >= table.limit[rows]) | table.needs_refresh[rows] | table.has_matcher[rows]
+            )
             want[waits & (num_in_flight > 0)] = 0
         threshold = limits.long_prefill_token_threshold
         if threshold and len(self._core.requests) > 1:

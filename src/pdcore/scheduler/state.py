@@ -39,6 +39,7 @@ class RequestState:
         num_computed_tokens: tokens whose KV is in ``block_ids``.
         num_local_tokens: of those, how many were found in the local cache.
         load: the load it waits for, while parked.
+        parked_in_step: the step that started this load.
         attempt: how many loads were started for it.
         num_failed_loads: how many of them failed.
         ask_connector: whether the connector is still asked for its KV.
@@ -61,6 +62,7 @@ class RequestState:
     num_computed_tokens: int = 0
     num_local_tokens: int = 0
     load: KVLoad | None = None
+    parked_in_step: int = 0
     attempt: int = 0
     num_failed_loads: int = 0
     ask_connector: bool = True

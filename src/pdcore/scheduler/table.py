@@ -43,7 +43,7 @@ class RequestTable:
         self.since_step = np.zeros(num_rows, np.int64)
         self.num_in_flight = np.zeros(num_rows, np.int32)
         self.limit = np.zeros(num_rows, np.int32)
-        self.min_tokens = np.zeros(num_rows, np.int32)
+        self.min_tokens = np.zeros(num_rows, np.int64)
         self.eos = np.full(num_rows, -1, np.int64)
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
         self.has_matcher = np.zeros(num_rows, np.bool_)

@@ -191,6 +191,7 @@ class UnifiedScheduler(Scheduler):
             return None
         current = (table.epoch[output.rows] == output.epochs) & output.samples
         rows = output.rows[current & table.has_matcher[output.rows]]
+        rows = np.array([row for row in rows.tolist() if table.states[row] is not None], np.int32)
         if not rows.size:
             return None
         assert core.grammar is not None
@@ -234,6 +235,7 @@ class UnifiedScheduler(Scheduler):
                 f"({[plan.step_id for plan in core.in_flight]}); abandon the newest first"
             )
         core.in_flight.pop()
+        self._last_plan = None
         take_back(core, output, dispatched=dispatched)
 
     def drain(self) -> tuple[RequestOutput, ...]:
@@ -254,6 +256,8 @@ class UnifiedScheduler(Scheduler):
     def has_work(self) -> bool:
         core = self._core
         if core.outbox or core.failing or core.finished_rows or core.has_news:
+            return True
+        if any(future.done() for future in core.compiling.values()):
             return True
         wakeup = self.next_wakeup()
         if wakeup is not None and wakeup <= core.clock.now():

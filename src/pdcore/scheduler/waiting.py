@@ -106,7 +106,9 @@ class WaitingTable:
 
     def view(self) -> WaitingView:
         """The queue as columns, in order of joining. Cost: O(n)."""
-        states = tuple(entry[-1] for entry in self._live.values())
+        # By the place among equals, whatever was passed over and put back since.
+        entries = sorted(self._live.values(), key=lambda entry: entry[1])
+        states = tuple(entry[-1] for entry in entries)
         infinity = float("inf")
         return WaitingView(
             states=states,

@@ -93,6 +93,7 @@ class FakeKVRunner(ModelRunner):
         self._step_fault = step_fault
         self._state: _State | None = None
         self._executed: list[Span] = []
+        self._causes: dict[int, str] = {}
 
     @property
     def kv_caches(self) -> KVCaches:
@@ -142,11 +143,14 @@ class FakeKVRunner(ModelRunner):
         spans = state.rows.spans(output)
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta)
+        self._causes = self._row_faults(spans)
+        # A row that fails writes nothing, as one that the model is never run for.
+        running = [span for span in spans if span.row.row not in self._causes]
         # All rows write before any reads, as a layer does: rows of one step may share blocks.
-        state.memory.write(output.step_id, spans)
+        state.memory.write(output.step_id, running)
         if connector is not None:
             connector.wait_for_layer_load(_LAYER)
-        for span in spans:
+        for span in running:
             state.memory.attend(output.step_id, span)
         if connector is not None:
             connector.save_kv_layer(_LAYER)
@@ -197,13 +201,20 @@ class FakeKVRunner(ModelRunner):
         if fault is not None:
             raise fault
 
+    def _row_faults(self, spans: list[Span]) -> dict[int, str]:
+        """Why single rows fail in this step, by row."""
+        if self._row_fault is None:
+            return {}
+        causes = {
+            span.row.row: self._row_fault(span.row.request_id, span.stop - 1) for span in spans
+        }
+        return {row: cause for row, cause in causes.items() if cause is not None}
+
     def _run_row(self, span: Span, bitmask: GrammarBitmask | None) -> int | str | None:
         """The token that a row draws; in words why it failed; or None when it draws none."""
         row = span.row
-        if self._row_fault is not None:
-            cause = self._row_fault(row.request_id, span.stop - 1)
-            if cause is not None:
-                return cause
+        if row.row in self._causes:
+            return self._causes[row.row]
         if not span.samples:
             return None
         token = self.model.next_token(row.request_id, len(row.chain), row.chain.hashes[-1])

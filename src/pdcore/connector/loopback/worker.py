@@ -90,6 +90,12 @@ class LoopbackWorkerConnector(WorkerConnector):
             self._cancel(transfer, late_write=transfer.faults.late_write)
         for transfer in self._known(meta.cut_off):
             self._cancel(transfer, late_write=False)
+        # An order that was lost with a step that failed: nothing writes, so it ends at once.
+        self._repeated += [
+            LoadFailure(transfer=key, num_valid_tokens=0, cause="the load was cancelled")
+            for key in (*meta.cancelled, *meta.cut_off)
+            if key not in self._transfers
+        ]
 
     def get_finished(self) -> TransferReport:
         ended: list[tuple[_Transfer, Outcome]] = []

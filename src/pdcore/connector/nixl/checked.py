@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +45,12 @@ def integer(low: int, high: int) -> Validator:
     return check
 
 
-def seconds(high: float) -> Validator:
-    """A number in ``(0, high]``."""
+def seconds(high: float, *, allow_zero: bool = False) -> Validator:
+    """A number in ``(0, high]``, or zero where that is allowed."""
 
     def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if type(value) not in (int, float) or not (math.isfinite(value) and 0 < value <= high):
+        is_number = type(value) in (int, float)
+        if not is_number or not (0 < value <= high or (allow_zero and value == 0)):
             raise ValueError(f"{field.name} is not a number of seconds in (0, {high:g}]")
 
     return check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import attrs
@@ -23,6 +24,8 @@ __all__ = [
     "TicketDriver",
     "TicketLost",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
@@ -129,6 +132,9 @@ class TicketDriver:
                 cause = f"{self._link.where} does not vouch for the data: {answer.reason}"
         except (PeerLost, HandshakeRefused) as error:
             cause, is_consumed = f"nobody vouches for the data: {error}", False
+        except Exception as error:
+            logger.exception("asking %s to vouch failed", self._link.where)
+            cause, is_consumed = f"nobody vouches for the data: {error!r}", False
         self._tell(
             AcceptAnswered(uid=self._uid, transfer=transfer, cause=cause, is_consumed=is_consumed)
         )

@@ -170,7 +170,7 @@ class Answer(Message):
 
     ok: bool = attrs.field(validator=attrs.validators.instance_of(bool))
     reason: str = _words()
-    remaining_s: float = attrs.field(default=0.0, converter=float)
+    remaining_s: float = attrs.field(default=0.0, validator=checked.seconds(1e9, allow_zero=True))
 
 
 def _as_endpoints(value: Any) -> Any:

@@ -158,6 +158,8 @@ class PullDesk:
         pull = self._by_transfer.get(transfer)
         if pull is not None and pull.state is PullState.READING:
             self._orders.cut_off(pull.params.peer_id, "it did not finish a cancelled load in time")
+            # Said again, in case the worker never heard of the load or of its end.
+            self._orders.cancel(transfer)
 
     def finish(self, uid: int) -> None:
         """The request ended: give its ticket back, once nothing is read with it any more."""

@@ -248,7 +248,11 @@ class PeerReader:
         tasks = [read.task for read in self._flying.values()]
         tasks += [task for task, _ in self._waiting.values()]
         self._waiting.clear()
-        self._destroy_agent()
+        try:
+            self._destroy_agent()
+        except Exception:
+            # Its last reference is gone by now, and with it the agent.
+            logger.exception("the agent that read from %s did not end well", self._peer.name)
         for task in tasks:
             self._report(ReadResult(task=task, cause=f"lost {self._peer.name}: {cause}"))
 

@@ -59,6 +59,7 @@ class NixlWorkerConnector(WorkerConnector):
         self._readers: dict[str, PeerReader] = {}
         self._owners: dict[TransferKey, PeerReader] = {}
         self._results: queue.SimpleQueue[ReadResult] = queue.SimpleQueue()
+        self._unknown: list[LoadFailure] = []
         self._stats: deque[TransferStats] = deque(maxlen=_MAX_NUM_MEASURED)
 
     def register_kv_caches(self, caches: KVCaches) -> None:
@@ -108,13 +109,18 @@ class NixlWorkerConnector(WorkerConnector):
         for transfer in meta.cancels:
             if transfer in self._owners:
                 self._owners[transfer].cancel(transfer)
+            else:
+                # Its order was lost with a step that failed, or its report was: it is quiet.
+                self._unknown.append(
+                    LoadFailure(transfer=transfer, num_valid_tokens=0, cause="cancelled")
+                )
         for order in meta.cut_offs:
             if order.peer_id in self._readers:
                 self._readers[order.peer_id].cut_off(order.cause)
 
     def get_finished(self) -> TransferReport:
         finished: list[TransferKey] = []
-        failed: list[LoadFailure] = []
+        failed, self._unknown = self._unknown, []
         while not self._results.empty():
             result = self._results.get()
             self._owners.pop(result.task.transfer, None)

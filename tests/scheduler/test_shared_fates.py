@@ -1,0 +1,289 @@
+"""Requests that share blocks, rows or a moment with one that fails: none is harmed."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pdcore import (
+    FinishReason,
+    KVCacheManager,
+    Limits,
+    LRUBlockPool,
+    ModelRunnerOutput,
+    Priority,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    SchedulerOutput,
+    UnifiedScheduler,
+    VirtualClock,
+)
+from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
+from pdcore.errors import ExecutorError
+from pdcore.kvcache import KVCacheConfig
+from pdcore.loop import step
+from pdcore.messages import RowError
+from pdcore.runner.executor import InProcessExecutor
+from pdcore.scheduler import GrammarBackend, GrammarMatcher
+from pdcore.testing import Driver, FakeKVRunner
+
+BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 64, 64
+SHARED = list(range(10, 26))
+
+
+class Rig:
+    """An engine whose rows, steps and loads can be made to fail."""
+
+    def __init__(self, *, connector: Any = None, **kwargs: Any) -> None:
+        self.clock = VirtualClock()
+        self.bad_rows: dict[str, str] = {}
+        self.runner = FakeKVRunner(
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            vocab_size=VOCAB_SIZE,
+            row_fault=lambda name, position: self.bad_rows.get(name),
+            connector=None if connector is None else connector.worker_side(),
+        )
+        spec = self.runner.get_kv_cache_spec()
+        self.runner.initialize_from_config(KVCacheConfig(spec=spec, num_blocks=NUM_BLOCKS))
+        self.pool = LRUBlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 100}
+        self.scheduler = UnifiedScheduler(
+            KVCacheManager(self.pool),
+            limits=Limits(**limits | kwargs.pop("limits", {})),
+            clock=self.clock,
+            connector=None if connector is None else connector.scheduler_side(),
+            **kwargs,
+        )
+        self.driver = Driver(self.scheduler, self.runner, clock=self.clock)
+
+    def add(self, name: str, prompt: list[int], *, max_tokens: int = 4, **kwargs: Any) -> None:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, structured_output=kwargs.pop("structured_output", None)
+        )
+        self.driver.add(Request(name, prompt, sampling=sampling, **kwargs))
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.runner.execute_model(plan)
+        return self.runner.sample_tokens(self.scheduler.get_grammar_bitmask(plan))
+
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        self.driver._collect(self.scheduler.update_from_output(plan, result).outputs)
+        self.scheduler.check()
+
+    def check_solo(self, *names: str) -> None:
+        for name in names:
+            got = self.driver.delivered[name]
+            assert got.finish_reason is FinishReason.LENGTH
+            assert got.token_ids == self.runner.solo_tokens(got.request)
+
+
+def test_a_row_that_failed_leaves_nothing_in_the_prefix_cache() -> None:
+    """Blocks that it was to write are not found by the next request with the same prefix."""
+    rig = Rig()
+    rig.bad_rows["bad"] = "an id outside the vocabulary"
+    rig.add("bad", [*SHARED, 5])
+    rig.driver.step()
+    rig.add("good", [*SHARED, 6])
+    rig.driver.run()
+    rig.check_solo("good")
+    assert rig.driver.delivered["bad"].finish_reason is FinishReason.ERROR
+
+
+def test_who_shares_blocks_of_a_row_that_failed_in_the_same_step_begins_anew() -> None:
+    """What it drew from the missing data is dropped, and it gets its solo tokens."""
+    rig = Rig()
+    rig.add("bad", [*SHARED, 5])
+    rig.add("sharer", [*SHARED, 6])
+    plan = rig.scheduler.schedule()
+    rows = {new.request_id: new for new in plan.scheduled_new_reqs}
+    assert rows["sharer"].num_computed_tokens == len(SHARED)
+    result = rig.run(plan)
+    bad = result.rows == rows["bad"].row
+    tokens = result.sampled_token_ids[~bad] + 1  # what a model makes of garbage
+    error = RowError(row=rows["bad"].row, epoch=rows["bad"].epoch, cause="NaN")
+    rig.update(
+        plan,
+        attrs.evolve(
+            result,
+            rows=result.rows[~bad],
+            epochs=result.epochs[~bad],
+            sampled_token_ids=tokens,
+            errors=(error,),
+        ),
+    )
+    assert rig.scheduler.status("sharer") is RequestStatus.PREEMPTED
+    rig.driver.run()
+    rig.check_solo("sharer")
+
+
+def test_a_row_that_fails_after_it_was_preempted_ends_its_request() -> None:
+    """Nobody waits for a token that is not coming."""
+    rig = Rig(limits={"max_num_seqs": 1}, policy=Priority(displace=True))
+    rig.add("victim", SHARED, priority=5, max_tokens=8)
+    plans = [rig.scheduler.schedule()]
+    results = [rig.run(plans[0])]
+    rig.add("urgent", [7, 8, 9], priority=0)
+    plans.append(rig.scheduler.schedule())
+    assert rig.scheduler.status("victim") is RequestStatus.PREEMPTED
+    results.append(rig.run(plans[1]))
+    error = RowError(row=int(plans[0].rows[0]), epoch=int(plans[0].epochs[0]), cause="NaN")
+    nothing = np.zeros(0, np.int32)
+    failed = ModelRunnerOutput(
+        rows=nothing,
+        epochs=nothing,
+        sampled_token_ids=nothing.reshape(0, 1),
+        errors=(error,),
+    )
+    rig.update(plans[0], failed)
+    rig.update(plans[1], results[1])
+    rig.driver.run()
+    assert rig.driver.delivered["victim"].finish_reason is FinishReason.ERROR
+    rig.check_solo("urgent")
+
+
+def test_a_row_whose_blocks_are_shared_in_this_step_is_not_displaced() -> None:
+    """The one that shares them would read what nobody writes."""
+    rig = Rig(
+        limits={"max_num_seqs": 2, "max_num_batched_tokens": 12},
+        policy=Priority(displace=True),
+    )
+    rig.add("writer", [*SHARED, 1, 2], priority=5)
+    rig.driver.step()
+    rig.add("reader", [*SHARED, 3], priority=0)
+    rig.add("urgent", [7, 8, 9], priority=1)
+    rig.driver.run()
+    rig.check_solo("writer", "reader", "urgent")
+
+
+def test_a_load_that_began_in_a_failed_step_begins_anew() -> None:
+    """Its local prefix may be one that the failed step was to write."""
+    fabric = LoopbackFabric(clock=VirtualClock(), faults=LoopbackFaults(delay_polls=2))
+    prefill = Rig(connector=LoopbackConnector(fabric, engine_id="p", block_size=BLOCK_SIZE))
+    decode = Rig(connector=LoopbackConnector(fabric, engine_id="d", block_size=BLOCK_SIZE))
+    prompt = [*SHARED, *range(30, 40)]
+    params = {"do_remote_decode": True}
+    prefill.add("remote", prompt, max_tokens=1, kv_transfer_params=params)
+    while prefill.driver.delivered["remote"].end is None:
+        prefill.driver.step()
+    end = prefill.driver.delivered["remote"].end
+    decode.add("writer", [*SHARED, 5])
+    decode.add("remote", prompt, kv_transfer_params=end.kv_transfer_params)
+    plan = decode.scheduler.schedule()
+    assert decode.scheduler.status("remote") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    decode.scheduler.abandon(plan, dispatched=True)
+    decode.scheduler.check()
+    decode.driver.abort(["writer"])
+    decode.driver.run()
+    decode.check_solo("remote")
+    counts = decode.pool.counts()
+    assert counts.free + counts.evictable == NUM_BLOCKS - 1
+
+
+class Counting(GrammarMatcher):
+    """Allows exactly the token that comes next in a fixed text."""
+
+    def __init__(self) -> None:
+        self.num_accepted = 0
+
+    def accept(self, token_id: int) -> bool:
+        allowed = token_id == 8 + self.num_accepted
+        self.num_accepted += 1
+        return allowed
+
+    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
+        token = 8 + self.num_accepted
+        bits[token // 32] = 1 << (token % 32)
+
+
+class Grammars(GrammarBackend):
+    """Compiles at once, or hands out a future of the test's."""
+
+    vocab_size = VOCAB_SIZE
+    future: Future[GrammarMatcher] | None = None
+
+    def compile(self, request: Request) -> Future[GrammarMatcher]:
+        if self.future is not None:
+            return self.future
+        future: Future[GrammarMatcher] = Future()
+        future.set_result(Counting())
+        return future
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2, 3])
+def test_d12_a_grammar_sees_every_token_before_the_next_is_drawn(num_in_flight: int) -> None:
+    """With steps in flight, with preemption and without, the text is the grammar's."""
+    rig = Rig(grammar=Grammars(), limits={"max_num_seqs": 2}, policy=Priority(displace=True))
+    rig.driver = Driver(rig.scheduler, rig.runner, clock=rig.clock, num_in_flight=num_in_flight)
+    rig.add("strict", SHARED, structured_output="text", max_tokens=9, priority=5)
+    rig.add("plain", [1, 2, 3], max_tokens=12)
+    for _ in range(4):
+        rig.driver.step()
+    rig.add("urgent", [7, 8, 9], max_tokens=3)
+    rig.driver.run()
+    assert rig.driver.delivered["strict"].token_ids == list(range(8, 17))
+    rig.check_solo("plain", "urgent")
+
+
+def test_an_abort_before_the_bitmask_costs_no_other_request() -> None:
+    """The mask is made for the structured rows that still live."""
+    rig = Rig(grammar=Grammars())
+    for name in ("gone", "stays"):
+        rig.add(name, SHARED, structured_output="text", max_tokens=3)
+    plan = rig.scheduler.schedule()
+    rig.driver.abort(["gone"])
+    rig.update(plan, rig.run(plan))
+    rig.driver.run()
+    assert rig.driver.delivered["stays"].token_ids == [8, 9, 10]
+
+
+def test_alarms_of_one_request_that_ring_together_end_it_once() -> None:
+    """Deadline and grammar timeout pass in one jump of the clock."""
+    grammars = Grammars()
+    grammars.future = Future()
+    rig = Rig(grammar=grammars, limits={"grammar_timeout_s": 10.0})
+    rig.add("r", SHARED, structured_output="text", deadline=5.0)
+    rig.clock.advance(20.0)
+    rig.driver.run()
+    assert rig.driver.delivered["r"].finish_reason is FinishReason.TIMEOUT
+
+
+def test_a_cancelled_grammar_ends_its_request() -> None:
+    """A cancelled future is a failed one."""
+    grammars = Grammars()
+    grammars.future = Future()
+    rig = Rig(grammar=grammars)
+    rig.add("r", SHARED, structured_output="text")
+    grammars.future.cancel()
+    rig.driver.run()
+    assert rig.driver.delivered["r"].finish_reason is FinishReason.ERROR
+
+
+def test_aborts_that_cannot_be_had_cost_one_step() -> None:
+    """The plan is taken back, and the next step runs it again."""
+    rig = Rig()
+    executor = InProcessExecutor(lambda: FakeKVRunner(block_size=BLOCK_SIZE), num_blocks=NUM_BLOCKS)
+    executor.start()
+
+    def broken() -> list[str]:
+        raise OSError("the socket is gone")
+
+    try:
+        rig.scheduler.add_request(Request("r", SHARED, sampling=SamplingParams(max_tokens=2)))
+        with pytest.raises(OSError, match="socket"):
+            step(rig.scheduler, executor, aborts=broken)
+        tokens: list[int] = []
+        while rig.scheduler.has_requests():
+            for output in step(rig.scheduler, executor).outputs:
+                tokens.extend(output.new_token_ids)
+        assert len(tokens) == 2
+    except ExecutorError as error:
+        pytest.fail(str(error))
+    finally:
+        executor.close()
