@@ -22,7 +22,7 @@ from pathlib import Path
 import attrs
 
 from pd.chat_model import ChatTokenizer, find_model
-from pd.check import NEAR_TIE_LOGITS, compare
+from pd.check import NEAR_TIE_LOGITS, compare, shortcomings
 from pd.messages import EngineSettings
 from pd.processes import EngineProcess
 from pd.progress import make_progress
@@ -146,6 +146,10 @@ def _check(
             decode=solo, tokenizer=tokenizer, max_tokens=options.max_tokens, deadline=deadline
         )
         expected = router.run(demo_chats())
+    faults = shortcomings(answers, needs_transfer=not options.kill_prefill)
+    faults += shortcomings(expected, needs_transfer=False)
+    for fault in faults:
+        print(f"self-check: WRONG: {fault}")
     dtype = router.ready["solo"].dtype
     differences = compare(answers, expected, router.candidates, dtype=dtype)
     for difference in differences:
@@ -158,7 +162,7 @@ def _check(
         else f"up to near-ties of less than {NEAR_TIE_LOGITS[dtype]:g} logits"
     )
     print(f"self-check: {len(answers) - num_wrong} of {len(answers)} answers equal, {rule}")
-    return not num_wrong
+    return not (num_wrong or faults)
 
 
 def _num_cpus() -> int:

@@ -9,7 +9,7 @@ import attrs
 
 from pd.router import Answer
 
-__all__ = ["NEAR_TIE_LOGITS", "Difference", "compare"]
+__all__ = ["NEAR_TIE_LOGITS", "Difference", "compare", "shortcomings"]
 
 NEAR_TIE_LOGITS = {"float32": 0.0, "bfloat16": 0.5, "float16": 0.1}
 """How far apart, in logits, two tokens may be for rounding to decide between them. Logits of the
@@ -32,6 +32,30 @@ class Difference:
     position: int
     is_excused: bool
     words: str
+
+
+def shortcomings(answers: Sequence[Answer], *, needs_transfer: bool) -> list[str]:
+    """What is wrong with a run, whatever its tokens: chats without an answer, KV that never moved.
+
+    Args:
+        answers: from the two processes, or from the one.
+        needs_transfer: whether prefill and decode were apart all the time.
+    """
+    found = [
+        f"{answer.request_id} has no answer: {answer.finish_reason or 'never ended'}"
+        + (f" ({answer.cause})" if answer.cause else "")
+        for answer in answers
+        if answer.finish_reason not in ("stop", "length") or not answer.token_ids
+    ]
+    if needs_transfer:
+        found += [
+            f"{answer.request_id} was decoded without any KV of the prefill process"
+            for answer in answers
+            if not (answer.num_moved_bytes or answer.num_local_decode_tokens)
+        ]
+        if not any(answer.num_moved_bytes for answer in answers):
+            found.append("no KV was moved at all")
+    return found
 
 
 def compare(

@@ -117,15 +117,14 @@ class Engine:
                     self._is_leaving = True
 
     def _add(self, submit: Submit) -> None:
-        sampling = SamplingParams(max_tokens=submit.max_tokens, temperature=0.0)
-        request = Request(
-            submit.request_id,
-            submit.prompt_token_ids,
-            sampling=sampling,
-            eos_token_id=submit.eos_token_id,
-            kv_transfer_params=submit.kv_transfer_params,
-        )
         try:
+            request = Request(
+                submit.request_id,
+                submit.prompt_token_ids,
+                sampling=SamplingParams(max_tokens=submit.max_tokens, temperature=0.0),
+                eos_token_id=submit.eos_token_id,
+                kv_transfer_params=submit.kv_transfer_params,
+            )
             handle = self._parts.scheduler.add_request(request)
         except (RequestError, TransferError) as error:
             self._tell_refused(submit.request_id, str(error))

@@ -1,7 +1,7 @@
 """pdcore: parts for LLM inference engines.
 
 A scheduler, a KV block manager, KV connectors and model runners. An application imports the parts
-and assembles its own engine loop; `pdcore.loop` has two to start from. Parts that need an optional
+and assembles its own engine loop; `pdcore.loop` has one to start from. Parts that need an optional
 dependency live in their own modules: `pdcore.runner`, `pdcore.connector`, `pdcore.testing`.
 """
 

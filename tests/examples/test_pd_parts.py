@@ -34,6 +34,37 @@ def answers(*token_ids: list[int]) -> list[object]:
     ]
 
 
+class TestShortcomings:
+    """`pd.check.shortcomings`"""
+
+    def made(self, **changes: object) -> object:
+        """An answer without a fault, but for these changes."""
+        (answer,) = answers([1, 2])
+        for name, value in {"finish_reason": "stop", "num_moved_bytes": 9, **changes}.items():
+            setattr(answer, name, value)
+        return answer
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"finish_reason": "error", "cause": "no KV"}, "no KV"),
+            ({"finish_reason": ""}, "never ended"),
+            ({"token_ids": []}, "no answer"),
+            ({"num_moved_bytes": 0}, "without any KV"),
+        ],
+    )
+    def test_a_run_that_proves_nothing_is_found(
+        self, changes: dict[str, object], words: str
+    ) -> None:
+        """A missing answer, and one that was computed without the prefill process."""
+        from pd.check import shortcomings
+
+        assert shortcomings([self.made()], needs_transfer=True) == []
+        found = shortcomings([self.made(), self.made(**changes)], needs_transfer=True)
+        assert len(found) == 1
+        assert words in found[0]
+
+
 class TestCompare:
     """`pd.check.compare`"""
 
