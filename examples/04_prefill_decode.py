@@ -66,9 +66,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--deadline",
         type=_positive,
-        default=170,
+        default=300,
         metavar="S",
-        help="give up after so many seconds (default: 170)",
+        help="give up after so many seconds (default: 300)",
     )
     return parser.parse_args(arguments)
 
@@ -95,6 +95,9 @@ def run(options: argparse.Namespace) -> bool:
         key=secrets.token_bytes(32),
     )
     print(f"model {model.name}; two processes of {settings.num_threads} thread(s) each", flush=True)
+    print(
+        "starting both engines; the whole run takes two to three minutes on two cores", flush=True
+    )
     answers, router, tokenizer = _prefill_and_decode(settings, options, deadline)
     traces = [router.traces[role] for role in ("prefill", "decode") if role in router.traces]
     print(f"\n{table(answers, router.traces.get('decode'))}\n\n{summary(answers)}")
@@ -139,7 +142,9 @@ def _check(
     deadline: float,
 ) -> bool:
     """Run the same chats through one engine, and compare."""
-    print("self-check: the same chats through one engine ...", flush=True)
+    print(
+        "self-check: the same chats through one engine, which takes about a minute ...", flush=True
+    )
     solo_settings = attrs.evolve(settings, role="solo", keeps_candidates=True)
     with EngineProcess(solo_settings) as solo:
         router = Router(

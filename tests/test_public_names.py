@@ -47,7 +47,8 @@ def test_abc_lists_every_interface() -> None:
                 and value.__module__ == info.name
                 and inspect.isabstract(value)
             }
-    assert found == set(pdcore.abc.__all__)
+    # A policy has a default for every hook, so it is not abstract.
+    assert found | {"SchedulingPolicy"} == set(pdcore.abc.__all__)
 
 
 def test_every_error_is_in_the_tree_of_the_docstring() -> None:

@@ -24,6 +24,12 @@ from pdcore.scheduler.state import RequestState, move
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 2.5),
+        ("max_tokens", 2**31),
+        ("temperature", 10**400),
+        ("top_k", 2**63),
+        ("seed", "x"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", (1.7,)),
         ("min_tokens", 17),
         ("min_tokens", -1),
         ("temperature", -0.1),
@@ -59,6 +65,30 @@ def test_a_bad_prompt_is_refused(prompt: object) -> None:
     """An empty prompt, a nested one, and ids that are none."""
     with pytest.raises(InvalidRequest, match="prompt_token_ids"):
         Request("r", prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("priority", 2**63),
+        ("priority", "x"),
+        ("eos_token_id", "x"),
+        ("eos_token_id", 2**31),
+        ("deadline", float("nan")),
+        ("deadline", 10**400),
+        ("deadline", "x"),
+        ("cache_salt", 5),
+        ("lora", []),
+        ("sampling", None),
+        ("kv_transfer_params", "x"),
+        ("kv_transfer_params", [1]),
+    ],
+)
+def test_a_bad_field_is_refused_by_name(name: str, value: object) -> None:
+    """What the scheduler's columns could not hold never gets there."""
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        Request("r", [1], **{name: value})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_request_keeps_its_own_copy_of_the_prompt() -> None:

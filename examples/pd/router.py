@@ -104,7 +104,7 @@ class Router:
         self._engines = [engine for engine in (prefill, decode) if engine is not None]
         self._answers: dict[str, Answer] = {}
         self._late: list[Answer] = []
-        self._at_prefill: set[str] = set()
+        self._at_prefill: dict[str, None] = {}
         self._num_hand_overs = 0
         self.ready: dict[str, EngineReady] = {}
         self.traces: dict[str, Trace] = {}
@@ -141,7 +141,8 @@ class Router:
         """Take in what the engines say, waiting for it if need be."""
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
-            raise DemoError(f"time is up; still unanswered: {', '.join(self._unanswered())}")
+            names = ", ".join(self._unanswered())
+            raise DemoError(f"time is up; unanswered: {names}; give it more with --deadline")
         connections = [engine.connection for engine in self._engines]
         ready = wait(connections, timeout=min(remaining, 1.0))
         for engine in tuple(self._engines):
@@ -186,7 +187,7 @@ class Router:
         if self._prefill is None:
             self._submit(self._decode, answer, max_tokens=self._max_tokens)
             return
-        self._at_prefill.add(answer.request_id)
+        self._at_prefill[answer.request_id] = None
         self._progress.state(answer.request_id, "at prefill")
         self._submit(self._prefill, answer, max_tokens=1, params=_WANT_HAND_OVER)
 
@@ -212,7 +213,7 @@ class Router:
     def _hand_over(self, done: RequestDone) -> None:
         """The prompt is computed: pass what the prefill engine says about its KV on to decode."""
         answer = self._answers[done.request_id]
-        self._at_prefill.discard(done.request_id)
+        self._at_prefill.pop(done.request_id, None)
         answer.num_local_prefill_tokens = done.num_cached_tokens
         if done.kv_transfer_params is None:
             why = done.cause or done.finish_reason
@@ -257,7 +258,7 @@ class Router:
         if not self._answers:
             raise DemoError(f"the prefill process died before it was ready ({engine.exit_code})")
         self._progress.note("the prefill process is gone; the decode engine does its work as well")
-        for request_id in sorted(self._at_prefill):
+        for request_id in self._at_prefill:
             self._progress.state(request_id, "sent to decode")
             self._submit(self._decode, self._answers[request_id], max_tokens=self._max_tokens)
         self._at_prefill.clear()

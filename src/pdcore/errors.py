@@ -15,6 +15,7 @@
     │   └── BlockMisuse                 a block was released, retained or published wrongly
     ├── SchedulerError
     │   ├── IllegalTransition           a request was moved between states that are not connected
+    │   ├── OutputMismatch              a result does not answer its plan
     │   ├── OutputOrder                 results came back, or were given up, out of order
     │   └── SchedulerStalled            work exists, waits on nothing, and no step can advance it
     ├── InvariantBroken                 check() found state that must not exist
@@ -47,6 +48,7 @@ __all__ = [
     "MissingExtra",
     "MissingWeights",
     "OutOfBlocks",
+    "OutputMismatch",
     "OutputOrder",
     "PdcoreError",
     "PeerLost",
@@ -91,6 +93,9 @@ class MissingExtra(ConfigError, ImportError):
         self.part = part
         self.extra = extra
         self.missing = missing
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
+        return type(self), (self.part, self.extra, self.missing)
 
 
 class RequestError(PdcoreError):
@@ -143,6 +148,10 @@ class IllegalTransition(SchedulerError):
 
 class OutputOrder(SchedulerError):
     """Raised when a step's results, or its abandonment, come out of order."""
+
+
+class OutputMismatch(SchedulerError):
+    """Raised when a runner's result names rows, epochs or tokens that its plan did not ask for."""
 
 
 class SchedulerStalled(SchedulerError):

@@ -8,7 +8,8 @@ request as data.
 from __future__ import annotations
 
 import enum
-import math
+import operator
+import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -96,14 +97,17 @@ class FinishReason(enum.IntEnum):
 
 
 def _finite_at_least_zero(name: str, value: float) -> None:
-    if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+    if not (isinstance(value, int | float) and 0 <= value <= sys.float_info.max):
         raise InvalidRequest(
             f"{name}={value!r} is not allowed: pass a finite number >= 0 (0 means greedy)"
         )
 
 
 def _stop_token_ids(values: Iterable[int]) -> tuple[int, ...]:
-    ids = tuple(int(value) for value in values)
+    try:
+        ids = tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise InvalidRequest(f"stop_token_ids={values!r}: pass a sequence of integers") from None
     if any(not 0 <= value < 2**31 for value in ids):
         raise InvalidRequest(f"stop_token_ids={ids} holds an id outside 0..2**31-1")
     return ids
@@ -198,7 +202,10 @@ class SamplingParams:
 
 
 def _as_token_array(values: Any) -> npt.NDArray[np.int32]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidRequest(f"prompt_token_ids cannot be made an array: {error}") from None
     if array.ndim != 1 or array.size == 0:
         raise InvalidRequest(
             f"prompt_token_ids has shape {array.shape}: pass a flat sequence of at least one id"
@@ -262,13 +269,19 @@ class Request:
         eos = self.eos_token_id
         if eos is not None and not (isinstance(eos, int) and 0 <= eos < 2**31):
             raise InvalidRequest(f"eos_token_id={eos!r}: pass a token id or None")
+        params = self.kv_transfer_params
+        if params is not None and not isinstance(params, Mapping):
+            raise InvalidRequest(
+                f"kv_transfer_params={params!r}: pass the mapping that the prefill engine returned"
+            )
         for name in ("tenant", "cache_salt", "lora"):
             value = getattr(self, name)
             if not isinstance(value, str | None):
                 raise InvalidRequest(f"{name}={value!r}: pass a string or None")
         for name in ("arrival_time", "deadline"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+            if value is not None and not is_number:
                 raise InvalidRequest(f"{name}={value!r}: pass finite seconds or None")
 
     @property

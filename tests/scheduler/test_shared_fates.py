@@ -25,7 +25,7 @@ from pdcore import (
     VirtualClock,
 )
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
-from pdcore.errors import ExecutorError
+from pdcore.errors import ExecutorError, OutputMismatch
 from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import step
 from pdcore.messages import RowError
@@ -35,6 +35,7 @@ from pdcore.testing import Driver, FakeKVRunner
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 64, 64
 SHARED = list(range(10, 26))
+COLUMNS = ("rows", "epochs", "sampled_token_ids")
 
 
 class Rig:
@@ -287,3 +288,74 @@ def test_aborts_that_cannot_be_had_cost_one_step() -> None:
         pytest.fail(str(error))
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: {"rows": r.rows + 90},
+        lambda r: {"epochs": r.epochs + 1},
+        lambda r: {"epochs": r.epochs[:1]},
+        lambda r: {"sampled_token_ids": r.sampled_token_ids[:, 0]},
+        lambda r: {"sampled_token_ids": r.sampled_token_ids - 2**20},
+        lambda r: {name: getattr(r, name)[1:] for name in COLUMNS},
+        lambda r: {name: np.repeat(getattr(r, name), 2, axis=0) for name in COLUMNS},
+        lambda r: {"errors": (RowError(row=99, epoch=0, cause="x"),)},
+        lambda r: {"errors": (RowError(row=int(r.rows[0]), epoch=int(r.epochs[0]), cause="x"),)},
+    ],
+)
+def test_a_result_that_does_not_answer_its_plan_is_refused(change: Any) -> None:
+    """Nothing has changed then, and the right result may still be given."""
+    rig = Rig()
+    for name in ("one", "two", "three"):
+        rig.add(name, [*SHARED, ord(name[0]) % 50])
+    plan = rig.scheduler.schedule()
+    result = rig.run(plan)
+    before = rig.scheduler.fingerprint()
+    with pytest.raises(OutputMismatch):
+        rig.scheduler.update_from_output(plan, attrs.evolve(result, **change(result)))
+    assert rig.scheduler.fingerprint() == before
+    rig.update(plan, result)
+    rig.driver.run()
+    rig.check_solo("one", "two", "three")
+
+
+def test_a_row_that_failed_ends_alone_with_later_plans_in_flight() -> None:
+    """The plan that was made ahead of its failure runs for the others."""
+    rig = Rig()
+    rig.driver = Driver(rig.scheduler, rig.runner, clock=rig.clock, num_in_flight=3)
+    rig.bad_rows["bad"] = "NaN"
+    for name in ("good", "bad"):
+        rig.add(name, [*SHARED, ord(name[0]) % 50], max_tokens=9)
+    rig.driver.run()
+    rig.check_solo("good")
+    assert rig.driver.delivered["bad"].finish_reason is FinishReason.ERROR
+
+
+def test_a_plan_leaves_no_trace_after_requests_went_from_queue_to_queue() -> None:
+    """Landed requests that begin anew keep a place that compares with the others'."""
+    clock = VirtualClock()
+    fabric = LoopbackFabric(clock=clock)
+    prefill = Rig(connector=LoopbackConnector(fabric, engine_id="p", block_size=BLOCK_SIZE))
+    decode = Rig(connector=LoopbackConnector(fabric, engine_id="d", block_size=BLOCK_SIZE))
+    params = {"do_remote_decode": True}
+    prefill.add("remote", SHARED, max_tokens=1, kv_transfer_params=params)
+    while prefill.driver.delivered["remote"].end is None:
+        prefill.driver.step()
+    end = prefill.driver.delivered["remote"].end
+    decode.add("local", [1, 2, 3], max_tokens=40)
+    decode.driver.step()
+    decode.add("remote", SHARED, kv_transfer_params=end.kv_transfer_params)
+    decode.driver.step()
+    decode.scheduler.pause()
+    for _ in range(4):
+        decode.driver.step()
+    assert decode.scheduler.reset_prefix_cache(preempt_running=True)
+    decode.scheduler.resume()
+    decode.scheduler.abandon(decode.scheduler.schedule())
+    before = decode.scheduler.fingerprint()
+    for _ in range(3):
+        decode.scheduler.abandon(decode.scheduler.schedule())
+        assert decode.scheduler.fingerprint() == before
+    decode.driver.run()
+    decode.check_solo("local", "remote")

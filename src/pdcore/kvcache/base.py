@@ -64,8 +64,8 @@ class BlockPool(ABC):
             )
         if block_size < 1:
             raise ConfigError(f"block_size={block_size}: must be at least 1")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = int(num_blocks)
+        self.block_size = int(block_size)
 
     @property
     def num_usable_blocks(self) -> int:

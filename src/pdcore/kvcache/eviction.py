@@ -54,7 +54,7 @@ class LRUOrder(EvictionOrder):
     """
 
     def __init__(self, num_blocks: int) -> None:
-        capacity = 1 << (2 * num_blocks - 1).bit_length()
+        capacity = 1 << (2 * int(num_blocks) - 1).bit_length()
         self._mask = capacity - 1
         self._ring = np.zeros(capacity, np.int32)
         self._position = np.full(num_blocks, -1, np.int64)

@@ -62,6 +62,8 @@ class LRUBlockPool(BlockPool):
         return self._num_free + len(self._evictable)
 
     def allocate(self, n: int) -> BlockIds:
+        if not isinstance(n, int | np.integer) or n < 0:
+            raise BlockMisuse(f"allocate({n!r}): pass how many blocks, an integer >= 0")
         if n > self.num_free_blocks:
             raise OutOfBlocks(n, self.num_free_blocks)
         num_plain = min(n, self._num_free)
@@ -282,6 +284,7 @@ class LRUBlockPool(BlockPool):
         )
 
     def _without_null(self, ids: BlockIds) -> BlockIds:
+        ids = np.asarray(ids, np.int32)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.num_blocks):
             raise BlockMisuse(f"blocks {ids.tolist()} are not all in 0..{self.num_blocks - 1}")
         return ids if ids.all() else ids[ids != 0]

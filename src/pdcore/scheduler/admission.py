@@ -110,7 +110,7 @@ class AdmissionPass:
         if not view.states:
             return []
         try:
-            order = self._core.policy.order(view, plan.now).tolist()
+            order = np.asarray(self._core.policy.order(view, plan.now)).tolist()
             if sorted(order) != list(range(len(view.states))):
                 raise ValueError(f"order() did not return each of {len(view.states)} indices once")
         except Exception:

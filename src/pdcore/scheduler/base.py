@@ -217,6 +217,8 @@ class Scheduler(ABC):
 
         Raises:
             OutputOrder: ``output`` is not the oldest plan in flight.
+            OutputMismatch: ``model_output`` does not answer the plan; nothing has changed, and the
+                right result may still be given.
         """
 
     @abstractmethod

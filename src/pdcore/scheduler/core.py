@@ -22,7 +22,7 @@ from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
 from pdcore.scheduler.policy import SchedulingPolicy
 from pdcore.scheduler.state import RequestState, move
 from pdcore.scheduler.table import RequestTable
-from pdcore.scheduler.waiting import WaitingTable
+from pdcore.scheduler.waiting import QueueNumbers, WaitingTable
 
 __all__ = ["Core", "Counters"]
 
@@ -52,6 +52,7 @@ class Core:
 
     Args:
         requests: unfinished requests by uid; uids: by request id.
+        numbers: the places that ``waiting`` and ``landed`` give out.
         table: those that run; waiting: those that may be admitted; landed: those that may be, and
             hold blocks that were loaded for them.
         parked: those that wait for remote KV, by uid; compiling: for their grammar.
@@ -78,8 +79,13 @@ class Core:
     table: RequestTable
     requests: dict[int, RequestState] = attrs.field(factory=dict)
     uids: dict[str, int] = attrs.field(factory=dict)
-    waiting: WaitingTable = attrs.field(factory=WaitingTable)
-    landed: WaitingTable = attrs.field(factory=WaitingTable)
+    numbers: QueueNumbers = attrs.field(factory=QueueNumbers)
+    waiting: WaitingTable = attrs.field(
+        default=attrs.Factory(lambda self: WaitingTable(self.numbers), takes_self=True)
+    )
+    landed: WaitingTable = attrs.field(
+        default=attrs.Factory(lambda self: WaitingTable(self.numbers), takes_self=True)
+    )
     parked: dict[int, RequestState] = attrs.field(factory=dict)
     compiling: dict[int, Future[GrammarMatcher]] = attrs.field(factory=dict)
     quarantine: dict[TransferKey, Hold] = attrs.field(factory=dict)

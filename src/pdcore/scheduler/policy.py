@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import math
-from abc import ABC, abstractmethod
 from typing import Any
 
 import attrs
@@ -77,7 +76,7 @@ class RunningView:
     num_blocks: npt.NDArray[np.int32]
 
 
-class SchedulingPolicy(ABC):
+class SchedulingPolicy:
     """The hooks, each with a default. A hook that is not overridden costs nothing.
 
     A hook that takes one request and raises ends that request with ``error``. A hook that takes
@@ -90,12 +89,12 @@ class SchedulingPolicy(ABC):
 
     dynamic: bool = False
 
-    @abstractmethod
     def key(self, request: Request) -> Any:
         """Return what requests are sorted by, smallest first; equals in order of arrival.
 
         Called when a request joins the queue. Keys of all requests must be comparable.
         """
+        return 0
 
     def order(self, waiting: WaitingView, now: float) -> npt.NDArray[np.intp]:
         """Return the indices of ``waiting`` in the order of admission; only if `dynamic`."""
@@ -125,15 +124,12 @@ class SchedulingPolicy(ABC):
         """Say how many of the external tokens to load; 0 computes them here instead."""
         return match.num_tokens
 
-    def observe(self, result: StepResult) -> None:  # noqa: B027
+    def observe(self, result: StepResult) -> None:
         """See every step's result, for policies that keep count."""
 
 
 class FCFS(SchedulingPolicy):
-    """First come, first served; the last to start gives way first."""
-
-    def key(self, request: Request) -> Any:
-        return 0
+    """First come, first served; the last to start gives way first. The defaults of all hooks."""
 
 
 class Priority(SchedulingPolicy):

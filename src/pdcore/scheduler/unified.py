@@ -44,7 +44,7 @@ from pdcore.scheduler.policy import FCFS, SchedulingPolicy
 from pdcore.scheduler.running import RunningPass
 from pdcore.scheduler.state import RequestState, move
 from pdcore.scheduler.table import RequestTable
-from pdcore.scheduler.validate import policy_key, refuse_what_cannot_fit
+from pdcore.scheduler.validate import policy_key, refuse_mismatch, refuse_what_cannot_fit
 
 __all__ = ["UnifiedScheduler"]
 
@@ -120,9 +120,10 @@ class UnifiedScheduler(Scheduler):
     def add_request(self, request: Request) -> RequestHandle:
         core = self._core
         if request.request_id in core.uids:
+            status = core.requests[core.uids[request.request_id]].status
             raise DuplicateRequest(
-                f"request {request.request_id!r} is still {self.status(request.request_id)}; "
-                "use another id, or abort that one first"
+                f"request {request.request_id!r} is still {status.value}; use another id, or abort "
+                "that one first"
             )
         refuse_what_cannot_fit(core, request)
         now = core.clock.now()
@@ -150,7 +151,10 @@ class UnifiedScheduler(Scheduler):
         if isinstance(requests, str | RequestHandle):
             requests = (requests,)
         for request in requests:
-            uid = core.uids.get(request) if isinstance(request, str) else request.uid
+            if isinstance(request, RequestHandle):
+                uid: int | None = request.uid
+            else:
+                uid = core.uids.get(request)
             state = None if uid is None else core.requests.get(uid)
             if state is not None:
                 core.outbox.append(core.finish(state, FinishReason.ABORT))
@@ -214,6 +218,7 @@ class UnifiedScheduler(Scheduler):
                 f"step {output.step_id} is not the oldest in flight "
                 f"({[plan.step_id for plan in core.in_flight]}); results come in order, once each"
             )
+        refuse_mismatch(output, model_output)
         del core.in_flight[0]
         if core.connector is not None:
             core.connector.update_connector_output(model_output.transfer_report)

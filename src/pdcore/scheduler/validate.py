@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdcore.errors import InvalidRequest
+import numpy as np
+
+from pdcore.errors import InvalidRequest, OutputMismatch
+from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.request import Request
 from pdcore.scheduler.core import Core
 
-__all__ = ["policy_key", "refuse_what_cannot_fit"]
+__all__ = ["policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
 
 
 def refuse_what_cannot_fit(core: Core, request: Request) -> None:
@@ -58,3 +61,44 @@ def policy_key(core: Core, request: Request) -> Any:
             "returned what cannot be compared with other keys"
         ) from error
     return key
+
+
+def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    """Raise `OutputMismatch` unless a result answers its plan: one token, or one error, for each
+    row that was to draw, and nothing else but errors of rows that were not."""
+    rows, epochs, tokens = result.rows, result.epochs, result.sampled_token_ids
+    if not (rows.shape == epochs.shape == tokens.shape[:1] and tokens.shape[1:] == (1,)):
+        raise OutputMismatch(
+            f"the result of step {output.step_id} has rows {rows.shape}, epochs {epochs.shape} and "
+            f"sampled_token_ids {tokens.shape}: expected (n,), (n,) and (n, 1)"
+        )
+    if tokens.size and tokens.min() < 0:
+        raise OutputMismatch(f"the result of step {output.step_id} holds a negative token id")
+    drawing = output.samples
+    is_exact = np.array_equal(rows, output.rows[drawing]) and np.array_equal(
+        epochs, output.epochs[drawing]
+    )
+    if is_exact and not result.errors:
+        return
+    planned = dict(
+        zip(
+            zip(output.rows.tolist(), output.epochs.tolist(), strict=True),
+            drawing.tolist(),
+            strict=True,
+        )
+    )
+    drawn = list(zip(rows.tolist(), epochs.tolist(), strict=True))
+    failed = [(error.row, error.epoch) for error in result.errors]
+    answered = [*drawn, *failed]
+    expected = {pair for pair, draws in planned.items() if draws}
+    is_answer = (
+        len(set(answered)) == len(answered)
+        and expected <= set(answered) <= planned.keys()
+        and set(drawn) <= expected
+    )
+    if not is_answer:
+        raise OutputMismatch(
+            f"the result of step {output.step_id} answers (row, epoch) {sorted(answered)}, but the "
+            f"plan asked {sorted(expected)} for one token each: return a token or a RowError for "
+            "each, once"
+        )

@@ -10,12 +10,31 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.request import Request
 from pdcore.scheduler.state import RequestState
 
-__all__ = ["WaitingTable", "WaitingView"]
+__all__ = ["QueueNumbers", "WaitingTable", "WaitingView"]
 
 # The policy's key, the place among equals, a number that is never repeated, the request.
 _Entry = tuple[Any, int, int, RequestState]
+
+
+@attrs.define(eq=False)
+class QueueNumbers:
+    """Gives out places among equals: ever higher ones behind, ever lower ones ahead."""
+
+    last: int = 0
+    first: int = 0
+
+    def behind(self) -> int:
+        """A number above all others."""
+        self.last += 1
+        return self.last
+
+    def ahead(self) -> int:
+        """A number below all others."""
+        self.first -= 1
+        return self.first
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -37,6 +56,11 @@ class WaitingView:
     num_tokens: npt.NDArray[np.int32]
 
     @property
+    def requests(self) -> tuple[Request, ...]:
+        """One for each entry."""
+        return tuple(state.request for state in self.states)
+
+    @property
     def tenants(self) -> list[str | None]:
         """Whose request each is."""
         return [state.request.tenant for state in self.states]
@@ -48,14 +72,16 @@ class WaitingTable:
     Requests leave in order of ``(key, number)``: the key is the policy's, the number goes up with
     each arrival, and goes down for requests that return to the head of their equals. Joining and
     leaving cost O(log n), wherever the request is; the columns are built only when asked for.
+
+    Args:
+        numbers: shared by tables between which requests move, so that their places compare.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: QueueNumbers | None = None) -> None:
+        self._numbers = numbers or QueueNumbers()
         self._heap: list[_Entry] = []
         self._live: dict[int, _Entry] = {}
         self._num_pushed = 0
-        self._last = 0
-        self._first = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -65,12 +91,8 @@ class WaitingTable:
 
     def join(self, state: RequestState, *, ahead: bool = False) -> None:
         """Add a request behind those with an equal key, or ahead of them."""
-        if ahead:
-            self._first -= 1
-            state.queue_key = (state.queue_key[0], self._first)
-        else:
-            self._last += 1
-            state.queue_key = (state.queue_key[0], self._last)
+        number = self._numbers.ahead() if ahead else self._numbers.behind()
+        state.queue_key = (state.queue_key[0], number)
         self.put_back(state)
 
     def put_back(self, state: RequestState) -> None:

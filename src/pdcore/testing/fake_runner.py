@@ -94,6 +94,8 @@ class FakeKVRunner(ModelRunner):
         self._state: _State | None = None
         self._executed: list[Span] = []
         self._causes: dict[int, str] = {}
+        self._failed: dict[tuple[int, int], str] = {}
+        self._again: tuple[RowError, ...] = ()
 
     @property
     def kv_caches(self) -> KVCaches:
@@ -140,6 +142,7 @@ class FakeKVRunner(ModelRunner):
         self._executed = []
         self._raise_step_fault(output)
         state.rows.apply(output)
+        output, self._again = self._without_failed(output)
         spans = state.rows.spans(output)
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta)
@@ -163,12 +166,13 @@ class FakeKVRunner(ModelRunner):
         self._initialized()
         spans, self._executed = self._executed, []
         drawn: list[tuple[int, int, int]] = []
-        errors: list[RowError] = []
+        errors: list[RowError] = list(self._again)
         for span in spans:
             row = span.row
             result = self._run_row(span, bitmask)
             if isinstance(result, str):
                 errors.append(RowError(row=row.row, epoch=row.epoch, cause=result))
+                self._failed[row.row, row.epoch] = result
             elif result is not None:
                 row.chain.append(result)
                 drawn.append((row.row, row.epoch, result))
@@ -200,6 +204,23 @@ class FakeKVRunner(ModelRunner):
         fault = None if self._step_fault is None else self._step_fault(output)
         if fault is not None:
             raise fault
+
+    def _without_failed(
+        self, output: SchedulerOutput
+    ) -> tuple[SchedulerOutput, tuple[RowError, ...]]:
+        """Rows that failed before, in a plan made ahead of that result, fail again."""
+        pairs = list(zip(output.rows.tolist(), output.epochs.tolist(), strict=True))
+        again = tuple(
+            RowError(row=row, epoch=epoch, cause=self._failed[row, epoch])
+            for row, epoch in pairs
+            if (row, epoch) in self._failed
+        )
+        if not again:
+            return output, ()
+        kept = np.array([pair not in self._failed for pair in pairs], np.bool_)
+        names = ("rows", "epochs", "num_scheduled_tokens", "num_computed_tokens", "samples")
+        columns = {name: getattr(output, name)[kept] for name in names}
+        return attrs.evolve(output, **columns), again
 
     def _row_faults(self, spans: list[Span]) -> dict[int, str]:
         """Why single rows fail in this step, by row."""

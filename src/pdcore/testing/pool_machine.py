@@ -16,6 +16,7 @@ from pdcore.testing.pool_comparison import (
 
 require_hypothesis("pdcore.testing.block_pool_machine")
 
+from hypothesis import settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import initialize, precondition, rule  # noqa: E402
 
@@ -262,4 +263,9 @@ def block_pool_machine(
         "sizes": sizes,
         "__doc__": BlockPoolMachine.__doc__,
     }
-    return type("BlockPoolMachine", (BlockPoolMachine,), members)
+    machine: type[BlockPoolMachine] = type("BlockPoolMachine", (BlockPoolMachine,), members)
+    # One fault at a time, by short traces: they shrink to something that can be read.
+    machine.TestCase.settings = settings(
+        settings.default, stateful_step_count=20, report_multiple_bugs=False, deadline=None
+    )
+    return machine

@@ -234,3 +234,22 @@ def _edit_config(folder: Path, **changes: object) -> None:
 def _cut(path: Path, share: float) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "linear"}},
+        {"rope_parameters": "x"},
+        {"rms_norm_eps": None},
+        {"num_hidden_layers": 10**30},
+        {"num_attention_heads": 0},
+    ],
+)
+def test_a_damaged_config_is_one_named_error(checkpoint: Path, change: dict[str, object]) -> None:
+    """Whatever a reader stumbles over, the user sees one line that names the checkpoint."""
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError) as caught:
+        load_model(checkpoint)
+    assert "\n" not in str(caught.value)

@@ -87,7 +87,9 @@ class NixlConfig:
             raise ConfigError(
                 f"engine_id={self.engine_id!r}: pass a line of at most 256 characters"
             )
-        if not 0 <= self.port < 65536:
+        if not isinstance(self.advertised_host, str) or not self.advertised_host.isprintable():
+            raise ConfigError(f"advertised_host={self.advertised_host!r}: pass a host name")
+        if not isinstance(self.port, int) or not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port}: pass 1..65535, or 0 for a free one")
         self._check_key()
         AllowedPeers(self.allowed_peers)
@@ -99,6 +101,8 @@ class NixlConfig:
                 f"pass key=... (at least {_MIN_KEY_BYTES} random bytes, the same on every engine), "
                 "or host='127.0.0.1'"
             )
+        if self.key is not None and not isinstance(self.key, bytes):
+            raise ConfigError(f"the key is a {type(self.key).__name__}: pass bytes")
         if self.key is not None and len(self.key) < _MIN_KEY_BYTES:
             raise ConfigError(
                 f"the key has {len(self.key)} bytes: pass at least {_MIN_KEY_BYTES} random ones"
@@ -106,8 +110,8 @@ class NixlConfig:
 
 
 def _check_count(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name}={value}: must be at least 1")
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: must be an integer, at least 1")
 
 
 def _check_seconds(name: str, value: float) -> None:

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdcore.errors import ConfigError, MissingExtra, MissingWeights, UnsupportedModel
+from pdcore.errors import ConfigError, MissingExtra, MissingWeights, PdcoreError, UnsupportedModel
 from pdcore.runner.models.config import ModelConfig, config_from_hf
 from pdcore.runner.models.llama import DecoderLayer, LlamaModel
 from pdcore.runner.models.weights import SafetensorsSource, WeightSource
@@ -36,11 +36,20 @@ def load_model(
         ConfigError: the config is malformed.
     """
     path = Path(path)
-    config, source = _open_checkpoint(path)
     try:
-        return _Assembler(config, source, torch.device(device), dtype).assemble()
-    finally:
-        source.close()
+        config, source = _open_checkpoint(path)
+        try:
+            return _Assembler(config, source, torch.device(device), dtype).assemble()
+        finally:
+            source.close()
+    except (PdcoreError, MemoryError):
+        raise
+    except Exception as error:
+        # Whatever else a damaged or foreign file makes the readers stumble over.
+        raise UnsupportedModel(
+            f"{path} cannot be read as a model: its config or weights hold what no supported model "
+            f"has ({type(error).__name__}: {error}). Is the file damaged?"
+        ) from error
 
 
 def _open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
