@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 
 from pdcore.clock import Clock
 from pdcore.errors import ConfigError, InvariantBroken, TransferError
 
-__all__ = ["TicketAnswer", "TicketRegistry"]
+__all__ = ["TicketAnswer", "TicketRegistry", "asks_for_hand_over"]
+
+
+def asks_for_hand_over(params: Mapping[str, Any] | None) -> bool:
+    """Whether a request's parameters ask this engine to prefill for another one."""
+    return params is not None and params.get("do_remote_decode") is True
 
 
 @attrs.frozen

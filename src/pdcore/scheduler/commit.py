@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -138,7 +139,7 @@ class Commit:
 
     def _finish(self, state: RequestState, token: int, reason: FinishReason) -> RequestOutput:
         output = self._core.finish(state, reason, cause=_cause(state, token, reason))
-        return with_token(output, token)
+        return attrs.evolve(output, new_token_ids=(token,))
 
     def _publish(self, rows: Int32Array) -> None:
         """With a later plan in flight, a block's last token may become known only now."""
@@ -223,22 +224,6 @@ class Commit:
             result.request_ids.extend(event.request_id for event in outbox)
             codes = [int(event.finish_reason or 0) for event in outbox]
             result.finish_reasons = np.append(result.finish_reasons, np.array(codes, np.int8))
-
-
-def with_token(output: RequestOutput, token: int) -> RequestOutput:
-    """The finish event of a request that ended with a new token."""
-    return RequestOutput(
-        request_id=output.request_id,
-        new_token_ids=(token,),
-        finish_reason=output.finish_reason,
-        cause=output.cause,
-        kv_transfer_params=output.kv_transfer_params,
-        num_prompt_tokens=output.num_prompt_tokens,
-        num_output_tokens=output.num_output_tokens,
-        num_cached_tokens=output.num_cached_tokens,
-        num_external_tokens=output.num_external_tokens,
-        num_preemptions=output.num_preemptions,
-    )
 
 
 def _accepts(matcher: GrammarMatcher, token: int) -> bool:

@@ -17,7 +17,8 @@ from pdcore.connector.base import (
 )
 from pdcore.connector.loopback.fabric import LoopbackEngine, LoopbackFabric
 from pdcore.connector.loopback.meta import LoopbackLoad, LoopbackMeta
-from pdcore.connector.loopback.ticket import LoopbackTicket, wants_hand_over
+from pdcore.connector.loopback.ticket import LoopbackTicket
+from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import InvalidTransferParams
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import FinishReason, Request
@@ -134,7 +135,9 @@ class LoopbackSchedulerConnector(SchedulerConnector):
             del self._by_request[request]
             self._release(remote)
         is_complete = blocks.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if not (is_complete and blocks.num_tokens and wants_hand_over(request.kv_transfer_params)):
+        if not (
+            is_complete and blocks.num_tokens and asks_for_hand_over(request.kv_transfer_params)
+        ):
             return None
         return self._grant(blocks)
 

@@ -10,15 +10,10 @@ import attrs
 
 from pdcore.errors import InvalidTransferParams
 
-__all__ = ["LoopbackTicket", "wants_hand_over"]
+__all__ = ["LoopbackTicket"]
 
 _VERSION = 1
 _KIND = "loopback"
-
-
-def wants_hand_over(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request asks its engine to keep its KV for a decode engine."""
-    return params is not None and params.get("do_remote_decode") is True
 
 
 @attrs.frozen(kw_only=True)

@@ -19,18 +19,13 @@ from pdcore.connector.nixl.addresses import AllowedPeers
 from pdcore.errors import InvalidTransferParams
 from pdcore.request import Request
 
-__all__ = ["PARAMS_VERSION", "TransferParams", "asks_for_hand_over", "prompt_digest"]
+__all__ = ["PARAMS_VERSION", "TransferParams", "prompt_digest"]
 
 PARAMS_VERSION: Final = 1
 _MAX_NUM_BLOCKS = 1 << 20
 _MAX_NUM_TOKENS = 1 << 31
 _MAX_LEASE_S = 86400.0
 _FLAG = "do_remote_prefill"
-
-
-def asks_for_hand_over(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request's parameters ask this engine to prefill for another one."""
-    return params is not None and params.get("do_remote_decode") is True
 
 
 def prompt_digest(request: Request) -> str:

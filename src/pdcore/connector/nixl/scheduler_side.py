@@ -24,10 +24,10 @@ from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.handing_over import HandOverDesk
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta
-from pdcore.connector.nixl.params import asks_for_hand_over
 from pdcore.connector.nixl.pulling import PullDesk
 from pdcore.connector.nixl.server import SideChannelServer, bind
 from pdcore.connector.nixl.worker_side import WorkerHandshake
+from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import ConfigError
 from pdcore.messages import SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import Request
