@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pdcore.connector.base import ExternalMatch, KVLoad
+from pdcore.connector.base import ExternalMatch
 from pdcore.errors import OutOfBlocks
 from pdcore.kvcache.manager import PrefixHit
-from pdcore.messages import TransferKey
 from pdcore.request import RequestStatus
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import Admission, AdmissionContext, SchedulingPolicy
 from pdcore.scheduler.running import running_view
@@ -35,8 +35,9 @@ class AdmissionPass:
     it takes blocks chunk by chunk. Nobody is admitted in a step in which a request gave way.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, loading: Loading) -> None:
         self._core = core
+        self._loading = loading
         self._has_admit_hook = type(core.policy).admit is not SchedulingPolicy.admit
         self._has_chunk_hook = type(core.policy).chunk is not SchedulingPolicy.chunk
         self._has_load_hook = type(core.policy).load is not SchedulingPolicy.load
@@ -68,30 +69,6 @@ class AdmissionPass:
                 passed_over.append((queue, state))
         for queue, state in passed_over:
             queue.put_back(state)
-
-    def roll_back_landed(self) -> bool:
-        """Take the blocks of the loaded request that is last in order, so that others can go on.
-
-        Called when nothing can run though several loaded requests hold blocks. The request is
-        computed anew, from whatever is still cached.
-        """
-        core = self._core
-        if len(core.landed) < 2:
-            return False
-        state = list(core.landed)[-1]
-        before = (state.block_ids, state.num_computed_tokens, state.ask_connector)
-        core.landed.remove(state)
-        core.drop_blocks(state)
-        state.ask_connector = False
-        core.waiting.put_back(state)
-
-        def undo() -> None:
-            core.waiting.remove(state)
-            state.block_ids, state.num_computed_tokens, state.ask_connector = before
-            core.landed.put_back(state)
-
-        core.record(undo)
-        return True
 
     def _candidates(self, plan: Plan) -> Iterator[tuple[WaitingTable, RequestState]]:
         """The queue's requests in order; each must be taken out before the next is asked for."""
@@ -132,7 +109,7 @@ class AdmissionPass:
             if index is not None and not 0 <= index < rows.size:
                 raise IndexError(f"it answered {index}, of {rows.size} running requests")
         except Exception as error:
-            self._fail(state, "displace", error)
+            self._core.fail_later(state, "displace", error)
             return False
         if index is None:
             return False
@@ -180,11 +157,11 @@ class AdmissionPass:
         try:
             hit, match = self._find_computed(state)
         except Exception as error:
-            return self._fail(state, "get_num_new_matched_tokens", error)
+            return self._core.fail_later(state, "get_num_new_matched_tokens", error)
         if match is None:
             return self._ask_later(state, plan)
         if match.num_tokens and match.is_async:
-            return self._park(state, queue, plan, hit, match)
+            return self._loading.park(state, queue, plan, hit, match)
         return self._admit(state, queue, plan, hit, match)
 
     def _ask_later(self, state: RequestState, plan: Plan) -> Skip:
@@ -219,7 +196,7 @@ class AdmissionPass:
         try:
             verdict = Admission(core.policy.admit(state.request, context))
         except Exception as error:
-            return self._fail(state, "admit", error)
+            return self._core.fail_later(state, "admit", error)
         if verdict is Admission.ADMIT:
             return None
         code = SkipCode.POLICY if verdict is Admission.SKIP else SkipCode.ADMISSION_CLOSED
@@ -245,95 +222,6 @@ class AdmissionPass:
         num_tokens = min(num_tokens, len(state.sequence) - 1 - hit.num_tokens)
         return hit, ExternalMatch(num_tokens=max(num_tokens, 0), is_async=match.is_async)
 
-    def _park(
-        self,
-        state: RequestState,
-        queue: WaitingTable,
-        plan: Plan,
-        hit: PrefixHit,
-        match: ExternalMatch,
-    ) -> Skip | None:
-        """Give a request the blocks that its load fills, and start the load."""
-        core, manager = self._core, self._core.manager
-        if len(core.parked) >= core.limits.max_num_parked:
-            return Skip(
-                code=SkipCode.TOO_MANY_PARKED,
-                needed=1,
-                available=0,
-                waits_on="another request's remote KV",
-            )
-        num_computed = hit.num_tokens + match.num_tokens
-        try:
-            blocks = manager.allocate_slots(
-                hit,
-                num_computed,
-                must_fit_tokens=len(state.sequence),
-                chunk=core.limits.max_num_batched_tokens,
-                num_reserved=self._num_reserved_blocks(),
-            )
-        except OutOfBlocks as error:
-            return Skip(code=SkipCode.NO_BLOCKS, needed=error.needed, available=error.available)
-        load = self._begin_load(state, hit, blocks, match.num_tokens)
-        if isinstance(load, Skip):
-            return load
-        self._leave_queue(state, queue)
-        before = (state.block_ids, state.num_computed_tokens, state.num_local_tokens)
-        state.load = load
-        state.parked_in_step = plan.step_id
-        state.block_ids = blocks
-        state.num_computed_tokens = num_computed
-        state.num_local_tokens = hit.num_tokens
-        move(state, RequestStatus.WAITING_FOR_REMOTE_KVS)
-        core.parked[state.uid] = state
-        core.alarms.set(("load", load.transfer), load.deadline)
-
-        def undo() -> None:
-            core.alarms.cancel(("load", load.transfer))
-            del core.parked[state.uid]
-            state.status = state.history.pop()
-            state.load = None
-            state.block_ids, state.num_computed_tokens, state.num_local_tokens = before
-
-        core.record(undo)
-        return None
-
-    def _begin_load(
-        self, state: RequestState, hit: PrefixHit, blocks: np.ndarray, num_external: int
-    ) -> KVLoad | Skip:
-        """Tell the connector to load into a request's blocks; if it fails, they are released."""
-        core, connector = self._core, self._core.connector
-        assert connector is not None
-        start, end = hit.block_ids.size, core.manager.blocks_for(hit.num_tokens + num_external)
-        load = KVLoad(
-            transfer=TransferKey(state.uid, state.attempt + 1),
-            request=state.request,
-            num_local_tokens=hit.num_tokens,
-            num_external_tokens=num_external,
-            block_ids=blocks[start:end],
-            deadline=core.clock.now() + core.limits.load_timeout_s,
-        )
-        try:
-            connector.update_state_after_alloc(state.request, load)
-        except Exception as error:
-            core.manager.pool.release(blocks[::-1])
-            return self._fail(state, "update_state_after_alloc", error)
-        # Never counted back, so that no two loads have one name.
-        state.attempt += 1
-        core.record(lambda: connector.undo_alloc(state.request, load))
-        return load
-
-    def _num_reserved_blocks(self) -> int:
-        """Blocks that loads under way will need to go on once they are done."""
-        core = self._core
-        reserved = 0
-        for state in (*core.parked.values(), *core.landed):
-            assert state.block_ids is not None
-            total = core.manager.max_blocks_for(
-                len(state.sequence), chunk=core.limits.max_num_batched_tokens
-            )
-            reserved += max(total - state.block_ids.size, 0)
-        return reserved
-
     def _admit(
         self,
         state: RequestState,
@@ -358,11 +246,11 @@ class AdmissionPass:
         except OutOfBlocks as error:
             return Skip(code=SkipCode.NO_BLOCKS, needed=error.needed, available=error.available)
         if num_external:
-            load = self._begin_load(state, hit, blocks, num_external)
+            load = self._loading.begin(state, hit, blocks, num_external)
             if isinstance(load, Skip):
                 return load
-            self._count_external(state, num_external)
-        self._leave_queue(state, queue)
+            self._loading.count(state, num_external)
+        self._core.leave(state, queue)
         self._start(state, plan, hit, blocks, num_computed, num_tokens)
         return None
 
@@ -389,7 +277,7 @@ class AdmissionPass:
             try:
                 answer = int(core.policy.chunk(state.request, num_tokens, plan.token_budget))
             except Exception as error:
-                return self._fail(state, "chunk", error)
+                return self._core.fail_later(state, "chunk", error)
             num_tokens = max(1, min(answer, num_tokens))
         if not limits.enable_chunked_prefill and num_tokens > plan.token_budget:
             core.closed = SkipCode.NO_TOKEN_BUDGET
@@ -454,24 +342,3 @@ class AdmissionPass:
         end = num_computed + num_tokens
         if manager.enable_prefix_caching and end // manager.block_size > num_published:
             manager.publish(row, state.sequence, end, step=plan.step_id)
-
-    def _count_external(self, state: RequestState, num_tokens: int) -> None:
-        core = self._core
-        state.num_external_tokens += num_tokens
-        core.counters.num_external_tokens += num_tokens
-
-        def undo() -> None:
-            state.num_external_tokens -= num_tokens
-            core.counters.num_external_tokens -= num_tokens
-
-        core.record(undo)
-
-    def _leave_queue(self, state: RequestState, queue: WaitingTable) -> None:
-        queue.remove(state)
-        self._core.stop_asking(state)
-        self._core.record(lambda: queue.put_back(state))
-
-    def _fail(self, state: RequestState, hook: str, error: Exception) -> Skip:
-        """A hook failed for one request: it ends with the next plan, the others go on."""
-        self._core.failing.append((state, f"{hook}() raised {error!r}"))
-        return Skip(code=SkipCode.POLICY, waits_on=f"{hook}(), which raised {error!r}")

@@ -202,6 +202,17 @@ class Core:
         """End a request with ``error`` outside of a step's result."""
         self.outbox.append(self.finish(state, FinishReason.ERROR, cause=cause))
 
+    def fail_later(self, state: RequestState, hook: str, error: Exception) -> Skip:
+        """A hook failed for one request: it ends with the next plan, the others go on."""
+        self.failing.append((state, f"{hook}() raised {error!r}"))
+        return Skip(code=SkipCode.POLICY, waits_on=f"{hook}(), which raised {error!r}")
+
+    def leave(self, state: RequestState, queue: WaitingTable) -> None:
+        """Take a request out of a queue for good, unless the plan is taken back."""
+        queue.remove(state)
+        self.stop_asking(state)
+        self.record(lambda: queue.put_back(state))
+
     def unpark(self, state: RequestState, *, still_written: bool) -> None:
         """Take a request out of WAITING_FOR_REMOTE_KVS, keeping its local blocks only.
 

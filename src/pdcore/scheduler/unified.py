@@ -39,6 +39,7 @@ from pdcore.scheduler.core import Core
 from pdcore.scheduler.dispatch import Dispatch
 from pdcore.scheduler.grammar import GrammarBackend
 from pdcore.scheduler.intake import Intake
+from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import FCFS, SchedulingPolicy
 from pdcore.scheduler.running import RunningPass
@@ -100,7 +101,8 @@ class UnifiedScheduler(Scheduler):
         )
         self._intake = Intake(self._core)
         self._running = RunningPass(self._core)
-        self._admission = AdmissionPass(self._core)
+        self._loading = Loading(self._core)
+        self._admission = AdmissionPass(self._core, self._loading)
         self._dispatch = Dispatch(self._core)
         self._commit = Commit(self._core)
         self._num_added = 0
@@ -395,7 +397,7 @@ class UnifiedScheduler(Scheduler):
             plan.preempted = False
             self._admission.run(plan)
         while not (plan.rows.size or plan.admitted_rows) and not core.in_flight:
-            if not self._admission.roll_back_landed():
+            if not self._loading.roll_back_landed():
                 break
             self._admission.run(plan)
 

@@ -46,6 +46,7 @@ class PeerClient:
         self._config = config
         self._slots = asyncio.Semaphore(config.max_connections_per_peer)
         self._idle: list[Channel] = []
+        self._is_closed = False
 
     @property
     def where(self) -> str:
@@ -73,7 +74,8 @@ class PeerClient:
             raise PeerLost(f"{self.where} does not speak the protocol: {error}") from None
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections now, and those in use once they are answered."""
+        self._is_closed = True
         while self._idle:
             self._idle.pop().close()
 
@@ -93,7 +95,10 @@ class PeerClient:
         except BaseException:
             channel.close()
             raise
-        self._idle.append(channel)
+        if self._is_closed:
+            channel.close()
+        else:
+            self._idle.append(channel)
         return reply
 
     async def _connect(self) -> Channel:

@@ -13,6 +13,7 @@ __all__ = ["ControlThread"]
 
 logger = logging.getLogger(__name__)
 
+_NUM_CLOSING_ROUNDS = 8
 _JOIN_TIMEOUT_S = 10.0
 _SHORT = "short"
 
@@ -111,11 +112,15 @@ class ControlThread:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    # Connections that were just closed need two more rounds to let go of their sockets.
-    for _ in range(2):
+    """Cancel every task and let go of every socket.
+
+    A connection that is being accepted begins a task of its own, and one that was closed needs a
+    few rounds of the loop, so this goes on until both have had the time.
+    """
+    for _ in range(_NUM_CLOSING_ROUNDS):
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.run_until_complete(asyncio.sleep(0))

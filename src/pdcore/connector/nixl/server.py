@@ -26,6 +26,7 @@ __all__ = ["Handler", "SideChannelServer", "bind"]
 
 logger = logging.getLogger(__name__)
 
+_ACCEPTING_S = 0.01
 _MAX_FRAME_BYTES = 1 << 20
 _IDLE_FACTOR = 4
 
@@ -103,6 +104,8 @@ class SideChannelServer:
         """Stop listening, drop every connection, and see their tasks end."""
         if self._server is not None:
             self._server.close()
+        # A connection that was just accepted has no task of ours yet: it gets one, then it ends.
+        await asyncio.sleep(_ACCEPTING_S)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
