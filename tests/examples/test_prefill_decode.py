@@ -171,8 +171,15 @@ def test_interrupt_ends_all_processes(tmp_path: Path) -> None:
     )
     assert demo.stdout is not None
     assert demo.stdout.readline().startswith("model ")
-    demo.send_signal(signal.SIGINT)
-    _, errors = demo.communicate(timeout=120)
+    errors = ""
+    for _ in range(8):
+        # Python drops an interrupt that falls into a finaliser; whoever sees nothing presses again.
+        demo.send_signal(signal.SIGINT)
+        try:
+            _, errors = demo.communicate(timeout=25)
+            break
+        except subprocess.TimeoutExpired:
+            continue
     assert demo.returncode == 130
     assert errors == "interrupted\n"
     with pytest.raises(ProcessLookupError):  # nobody is left in the session's process group
