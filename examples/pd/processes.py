@@ -33,7 +33,7 @@ class EngineProcess:
         self._process = context.Process(
             target=run_engine, args=(settings, theirs), name=f"pd-{settings.role}", daemon=True
         )
-        with _interrupts_ignored():
+        with _interrupts_held_back():
             self._process.start()
         theirs.close()
 
@@ -87,10 +87,10 @@ class EngineProcess:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """A child started meanwhile ignores Ctrl-C from its first instruction on: we end it."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_held_back() -> Iterator[None]:
+    """A child started meanwhile never sees Ctrl-C: we end it. Here, it comes through later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
