@@ -124,6 +124,27 @@ def test_who_shares_blocks_of_a_row_that_failed_in_the_same_step_begins_anew() -
     rig.check_solo("sharer")
 
 
+def test_who_begins_anew_gets_no_token_of_the_steps_that_were_in_flight() -> None:
+    """The row is empty by then, and what still comes for it is dropped."""
+    rig = Rig()
+    rig.add("bad", [*SHARED, 5], max_tokens=1)
+    rig.add("sharer", [*SHARED, 6])
+    plans, results = [], []
+    for _ in range(2):
+        plans.append(rig.scheduler.schedule())
+        results.append(rig.run(plans[-1]))
+    bad = next(new for new in plans[0].scheduled_new_reqs if new.request_id == "bad")
+    assert bad.row not in plans[1].rows
+    kept = results[0].rows != bad.row
+    columns = {name: getattr(results[0], name)[kept] for name in COLUMNS}
+    error = RowError(row=bad.row, epoch=bad.epoch, cause="NaN")
+    rig.update(plans[0], attrs.evolve(results[0], errors=(error,), **columns))
+    rig.update(plans[1], results[1])
+    assert rig.driver.delivered["sharer"].token_ids == []
+    rig.driver.run()
+    rig.check_solo("sharer")
+
+
 def test_a_row_that_fails_after_it_was_preempted_ends_its_request() -> None:
     """Nobody waits for a token that is not coming."""
     rig = Rig(limits={"max_num_seqs": 1}, policy=Priority(displace=True))

@@ -39,13 +39,7 @@ def undo_exactly(core: Core, step_id: int) -> None:
 def _take_back_safely(core: Core, output: SchedulerOutput) -> None:
     table, manager = core.table, core.manager
     core.touch()
-    current = np.array(
-        [
-            table.states[row] is not None and table.epoch[row] == epoch
-            for row, epoch in zip(output.rows.tolist(), output.epochs.tolist(), strict=True)
-        ],
-        np.bool_,
-    )
+    current = table.epoch[output.rows] == output.epochs
     rows = output.rows[current]
     table.num_computed[rows] -= output.num_scheduled_tokens[current]
     table.num_in_flight[rows] -= output.samples[current]
@@ -60,15 +54,6 @@ def _take_back_safely(core: Core, output: SchedulerOutput) -> None:
     manager.pool.commit(output.step_id)
     manager.recount_published(table.running)
     for index in np.flatnonzero(~current & output.samples).tolist():
-        _forget_late_token(core, int(output.rows[index]), int(output.epochs[index]))
+        core.take_late(int(output.rows[index]), int(output.epochs[index]))
     # The workers may not have heard that these rows were given up.
     core.finished_rows = output.finished_rows.tolist() + core.finished_rows
-
-
-def _forget_late_token(core: Core, row: int, epoch: int) -> None:
-    """The token that a request without its row still expected from the plan is not coming."""
-    state = core.departed.get((row, epoch))
-    if state is not None:
-        state.num_late_tokens -= 1
-        if not state.num_late_tokens:
-            del core.departed[row, epoch]

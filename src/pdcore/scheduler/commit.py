@@ -48,8 +48,9 @@ class Commit:
         rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
         current = table.epoch[rows] == model_output.epochs
         departed: list[tuple[RequestState, int]] = []
-        if core.departed or model_output.errors or not current.all():
-            rows, tokens, departed = self._split(model_output)
+        if not current.all():
+            departed = self._departed(model_output, ~current)
+            rows, tokens = rows[current], tokens[current]
         self._append(rows, tokens)
         reasons = self._finish_reasons(rows, tokens)
         request_ids = table.request_ids[rows].tolist()
@@ -71,31 +72,18 @@ class Commit:
         self._add_outbox(result)
         return result
 
-    def _split(
-        self, model_output: ModelRunnerOutput
-    ) -> tuple[Int32Array, Int32Array, list[tuple[RequestState, int]]]:
-        """Tell the results of present tenants from those of requests that lost their row."""
-        core = self._core
-        rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
-        current = np.array(
-            [
-                core.table.states[row] is not None and core.table.epoch[row] == epoch
-                for row, epoch in zip(rows.tolist(), model_output.epochs.tolist(), strict=True)
-            ],
-            np.bool_,
-        )
+    def _departed(
+        self, model_output: ModelRunnerOutput, late: npt.NDArray[np.bool_]
+    ) -> list[tuple[RequestState, int]]:
+        """The late tokens of requests that lost their row and still live."""
+        rows, epochs = model_output.rows[late].tolist(), model_output.epochs[late].tolist()
+        tokens = model_output.sampled_token_ids[late, 0].tolist()
         departed = []
-        for index in np.flatnonzero(~current).tolist():
-            key = (int(rows[index]), int(model_output.epochs[index]))
-            state = core.departed.get(key)
-            if state is None:
-                continue
-            state.num_late_tokens -= 1
-            if not state.num_late_tokens:
-                del core.departed[key]
-            if not state.is_finished:
-                departed.append((state, int(tokens[index])))
-        return rows[current], tokens[current], departed
+        for row, epoch, token in zip(rows, epochs, tokens, strict=True):
+            state = self._core.take_late(row, epoch)
+            if state is not None and not state.is_finished:
+                departed.append((state, token))
+        return departed
 
     def _append(self, rows: Int32Array, tokens: Int32Array) -> None:
         """Add one token to each row; move full blocks of tokens out of the tail buffer."""
@@ -182,10 +170,10 @@ class Commit:
         """End the requests that the workers could not run, before anything of theirs is final."""
         core, table = self._core, self._core.table
         for error in model_output.errors:
-            state = table.states[error.row]
-            if state is None or table.epoch[error.row] != error.epoch:
+            if table.epoch[error.row] != error.epoch:
                 self._late_error(error)
                 continue
+            state = table.state(error.row)
             planned = output.samples[output.rows == error.row]
             table.num_in_flight[error.row] -= int(planned.sum())
             unwritten = self._withdraw(error.row, output)
@@ -195,15 +183,9 @@ class Commit:
 
     def _late_error(self, error: RowError) -> None:
         """A request that lost its row failed in a step that was in flight then."""
-        core = self._core
-        state = core.departed.get((error.row, error.epoch))
-        if state is None:
-            return
-        state.num_late_tokens -= 1
-        if not state.num_late_tokens:
-            del core.departed[error.row, error.epoch]
-        if not state.is_finished:
-            core.fail(state, error.cause)
+        state = self._core.take_late(error.row, error.epoch)
+        if state is not None and not state.is_finished:
+            self._core.fail(state, error.cause)
 
     def _withdraw(self, row: int, output: SchedulerOutput) -> Int32Array:
         """Drop the keys of the blocks that a failed row was to write; return those blocks."""

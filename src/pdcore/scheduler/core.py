@@ -147,6 +147,15 @@ class Core:
 
         self.record(undo)
 
+    def take_late(self, row: int, epoch: int) -> RequestState | None:
+        """Who expected a draw of a row that they had; they expect one less from now on."""
+        state = self.departed.get((row, epoch))
+        if state is not None:
+            state.num_late_tokens -= 1
+            if not state.num_late_tokens:
+                del self.departed[row, epoch]
+        return state
+
     def preempt(self, state: RequestState, *, expects_late: bool = True) -> None:
         """Take a running request's row and blocks, and put it back into the queue."""
         self.vacate(state, expects_late=expects_late)

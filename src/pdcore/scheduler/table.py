@@ -21,13 +21,13 @@ class RequestTable:
     Rows are given out again, so a row's number says nothing about its age; ``running`` lists the
     rows in running order. A row's ``epoch`` goes up each time it is given out.
 
-    Columns, one entry for each row: ``epoch``; ``since_step``, the step that gave the row out;
-    ``num_tokens``, known tokens; ``num_computed``, tokens whose KV is computed or planned;
-    ``num_in_flight``, planned draws whose token is not in; ``limit``, the most tokens it can come
-    to; ``min_tokens``, before so many it does not stop; ``eos``, ``has_stop_ids``,
-    ``has_matcher``; ``needs_refresh``, workers must be told of it afresh; ``priority``,
-    ``arrival_time``. ``tail`` (rows, block_size) holds the tokens of the last, partial block:
-    token ``p`` of a row at ``tail[row, p % block_size]``.
+    Columns, one entry for each row: ``epoch``, 0 for a row that nobody has; ``since_step``, the
+    step that gave the row out; ``num_tokens``, known tokens; ``num_computed``, tokens whose KV is
+    computed or planned; ``num_in_flight``, planned draws whose token is not in; ``limit``, the most
+    tokens it can come to; ``min_tokens``, before so many it does not stop; ``eos``,
+    ``has_stop_ids``, ``has_matcher``; ``needs_refresh``, workers must be told of it afresh;
+    ``priority``, ``arrival_time``. ``tail`` (rows, block_size) holds the tokens of the last,
+    partial block: token ``p`` of a row at ``tail[row, p % block_size]``.
 
     Args:
         num_rows: how many there are.
@@ -183,6 +183,8 @@ class RequestTable:
 
     def _detach(self, row: int) -> None:
         self.state(row).row = -1
+        # Matches no epoch that was ever given out, so whatever still comes for the row is late.
+        self.epoch[row] = 0
         self.states[row] = None
         self.request_ids[row] = None
         self.num_with_stop_ids -= bool(self.has_stop_ids[row])

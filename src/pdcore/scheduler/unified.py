@@ -197,7 +197,6 @@ class UnifiedScheduler(Scheduler):
             return None
         current = (table.epoch[output.rows] == output.epochs) & output.samples
         rows = output.rows[current & table.has_matcher[output.rows]]
-        rows = np.array([row for row in rows.tolist() if table.states[row] is not None], np.int32)
         if not rows.size:
             return None
         assert core.grammar is not None
