@@ -12,13 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcore import KVCacheManager, Limits, LRUBlockPool, UnifiedScheduler
-from pdcore.connector import (
-    KVCaches,
-    KVLoad,
-    LoopbackConnector,
-    LoopbackFabric,
-    LoopbackFaults,
-)
+from pdcore.connector import KVCaches, KVLoad
+from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
 from pdcore.connector.loopback.meta import LoopbackMeta
 from pdcore.connector.loopback.ticket import LoopbackTicket
 from pdcore.errors import ConfigError, InvalidTransferParams

@@ -1,4 +1,8 @@
-"""KV connectors: they bring KV from elsewhere, and hand it over."""
+"""KV connectors: they bring KV from elsewhere, and hand it over.
+
+The interface is here. Connectors that move KV are imported from their own folders, so that nobody
+pays for those not used: `pdcore.connector.loopback`, `pdcore.connector.nixl`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,7 @@ from pdcore.connector.base import (
     SchedulerConnector,
     WorkerConnector,
 )
-from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
 from pdcore.connector.null import NullConnector
-from pdcore.connector.tickets import TicketAnswer, TicketRegistry
 
 __all__ = [
     "ConnectorEvents",
@@ -25,12 +27,7 @@ __all__ = [
     "KVCaches",
     "KVConnector",
     "KVLoad",
-    "LoopbackConnector",
-    "LoopbackFabric",
-    "LoopbackFaults",
     "NullConnector",
     "SchedulerConnector",
-    "TicketAnswer",
-    "TicketRegistry",
     "WorkerConnector",
 ]
