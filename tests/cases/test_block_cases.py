@@ -460,9 +460,10 @@ def test_b7_keys_are_equal_exactly_when_salt_and_adapter_are(
 ) -> None:
     """No salt can imitate an adapter, nor can a part of one spill over into the other."""
     hasher = PrefixHasher(4)
-    keys: list[list[bytes]] = [[], []]
-    for found, (salt, lora) in zip(keys, (first, second), strict=True):
-        hasher.extend(found, hasher.root(salt, lora), some_tokens(8), start=0)
+    keys = [
+        hasher.chain(hasher.root(salt, lora), some_tokens(8), start=0)
+        for salt, lora in (first, second)
+    ]
     assert (keys[0] == keys[1]) == (first == second)
     assert set(keys[0]).isdisjoint(keys[1]) or first == second
 
@@ -512,12 +513,10 @@ def test_b8_a_salt_isolates_its_prompts_here_and_in_outside_indexes() -> None:
 
 
 def test_b9_keys_are_strong_and_nobody_without_the_secret_can_predict_them() -> None:
-    """Keys are 256 bits of a chain that starts from a secret; processes differ unless told."""
+    """Keys are 256 bits of a sum that a secret weighs; processes differ unless told."""
 
     def keys(hasher: PrefixHasher, tokens: BlockIds) -> list[bytes]:
-        found: list[bytes] = []
-        hasher.extend(found, hasher.root(None, None), tokens, start=0)
-        return found
+        return hasher.chain(hasher.root(None, None), tokens, start=0)
 
     prompt = some_tokens(32)
     first, second = PrefixHasher(16), PrefixHasher(16)
@@ -533,8 +532,12 @@ def test_b9_keys_are_strong_and_nobody_without_the_secret_can_predict_them() -> 
 
 def test_b9_tokens_are_not_compared_so_a_hash_that_collides_serves_foreign_kv() -> None:
     """The key is all that tells prefixes apart: with a stub that collides, foreign KV is read."""
-    stub = PrefixHasher(16, hash_block=lambda parent, tokens: b"all the same")
-    engine = Engine(hasher=stub)
+
+    class Stub(PrefixHasher):
+        def chain(self, parent: bytes, tokens: BlockIds, *, start: int) -> list[bytes]:
+            return [b"all the same"] * (tokens.size // 16)
+
+    engine = Engine(hasher=Stub(16))
     engine.add("first", some_tokens(17, seed=1), max_tokens=1)
     engine.run()
     engine.add("second", some_tokens(17, seed=2), max_tokens=1)

@@ -40,6 +40,81 @@ def test_keys_are_equal_exactly_where_prefix_and_domain_are(
         assert (a == b) == (same_domain and one[:end] == other[:end])
 
 
+@given(
+    st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=40),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_keys_are_the_same_however_they_are_computed(
+    prompt: list[int], block_size: int, data: st.DataObject
+) -> None:
+    """In one run, in two, or one by one beside other sequences: and as the formula says."""
+    hasher = PrefixHasher(block_size, secret=b"s")
+    array, root = np.array(prompt, np.int32), hasher.root(None, None)
+    num_blocks = len(prompt) // block_size
+    whole = hasher.chain(root, array, start=0)
+    assert whole == formula(hasher, array, root)
+    cut = data.draw(st.integers(0, num_blocks))
+    first = hasher.chain(root, array[: cut * block_size], start=0)
+    rest = hasher.chain((first or [root])[-1], array[cut * block_size :], start=cut)
+    assert first + rest == whole
+    if num_blocks:
+        blocks = array[: num_blocks * block_size].reshape(num_blocks, block_size)
+        positions = np.arange(num_blocks, dtype=np.int32)
+        assert hasher.each([root, *whole[:-1]], blocks, positions) == whole
+
+
+def formula(hasher: PrefixHasher, tokens: np.ndarray, root: bytes) -> list[bytes]:
+    """The keys in exact integers, as the docstring of `PrefixHasher` has them."""
+    multipliers = hasher._multipliers.tolist()
+    offsets, block_size = hasher._offset.tolist()[0], len(multipliers)
+    sums = np.frombuffer(root, np.uint64).tolist()
+    keys = []
+    for position in range(tokens.size // block_size):
+        block = tokens[position * block_size : (position + 1) * block_size].tolist()
+        for lane in range(4):
+            digest = offsets[lane] + sum(
+                row[lane] * token for row, token in zip(multipliers, block, strict=True)
+            )
+            weight = int(hasher._weights[position, lane])
+            sums[lane] = (sums[lane] + weight * (digest % 2**64 >> 32)) % 2**64
+        keys.append(np.array(sums, np.uint64).tobytes())
+    return keys
+
+
+def test_a_key_changes_with_every_bit_of_every_token_before_it() -> None:
+    """Flipping one bit anywhere changes all four lanes of all keys from there on, and no other."""
+    hasher = PrefixHasher(4, secret=b"s")
+    root, tokens = hasher.root(None, None), np.arange(32, dtype=np.int32)
+    keys = hasher.chain(root, tokens, start=0)
+    for place in range(32):
+        for bit in range(31):
+            changed = tokens.copy()
+            changed[place] ^= 1 << bit
+            others = hasher.chain(root, changed, start=0)
+            before = place // 4
+            assert others[:before] == keys[:before]
+            for key, other in zip(keys[before:], others[before:], strict=True):
+                lanes = np.frombuffer(key, np.uint64) != np.frombuffer(other, np.uint64)
+                assert lanes.all()
+
+
+def test_weights_do_not_depend_on_how_far_a_hasher_has_been_before() -> None:
+    """Engines with one secret name late blocks alike, whichever of them saw the longer prompt."""
+    one, other = PrefixHasher(1, secret=b"s"), PrefixHasher(1, secret=b"s")
+    tokens = np.arange(3000, dtype=np.int32)
+    whole = one.chain(one.root(None, None), tokens, start=0)
+    other.chain(other.root(None, None), tokens[:5], start=0)
+    assert other.chain(whole[2499], tokens[2500:], start=2500) == whole[2500:]
+
+
+def test_keys_of_blocks_full_of_zeros_differ_by_position() -> None:
+    """A prefix of zeros and a longer one are different prefixes."""
+    hasher = PrefixHasher(4)
+    keys = hasher.chain(hasher.root(None, None), np.zeros(400, np.int32), start=0)
+    assert len({*keys, hasher.root(None, None)}) == 101
+
+
 def test_keys_depend_on_the_secret() -> None:
     """Nobody without the secret can name a block; processes with one secret name it alike."""
     prompt = [1, 2, 3, 4]

@@ -179,7 +179,7 @@ def test_events_tell_of_committed_keys_with_their_parents():
     """A mirror hears of a key when it is final, of its end, and of a reset."""
     pool = NaiveBlockPool(3, 4)
     blocks = pool.allocate(2)
-    pool.publish(blocks, [b"b", b"c"], 1, parent=b"a")
+    pool.publish(blocks, [b"b", b"c"], 1, parents=[b"a", b"b"])
     assert pool.events() == []
     pool.commit(1)
     assert pool.events() == [BlockStored(b"b", b"a", 1), BlockStored(b"c", b"b", 2)]

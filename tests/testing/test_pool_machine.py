@@ -170,11 +170,10 @@ class TellsEventsEarly(NaiveBlockPool):
         super().__init__(num_blocks, block_size)
         self._early: list[KVEvent] = []
 
-    def publish(self, ids: Any, keys: Any, step: int, *, parent: bytes | None = None) -> None:
-        super().publish(ids, keys, step, parent=parent)
+    def publish(self, ids: Any, keys: Any, step: int, *, parents: Any = None) -> None:
+        super().publish(ids, keys, step, parents=parents)
         for block, key in zip(ids.tolist(), keys, strict=True):
-            self._early.append(BlockStored(key, parent, block))
-            parent = key
+            self._early.append(BlockStored(key, self._state.parents[block], block))
 
     def events(self) -> list[KVEvent]:
         early, self._early = self._early, []
@@ -194,8 +193,8 @@ class ForgetsToTellRemovals(NaiveBlockPool):
 class LosesParents(NaiveBlockPool):
     """Tells every block but the first of a call without its parent."""
 
-    def publish(self, ids: Any, keys: Any, step: int, *, parent: bytes | None = None) -> None:
-        super().publish(ids, keys, step, parent=parent)
+    def publish(self, ids: Any, keys: Any, step: int, *, parents: Any = None) -> None:
+        super().publish(ids, keys, step, parents=parents)
         for block in ids.tolist()[1:]:
             self._state.parents[block] = None
 
@@ -237,11 +236,11 @@ class RetainsFreeBlocks(NaiveBlockPool):
 class PublishesOverKeys(NaiveBlockPool):
     """Replaces a key that a block has."""
 
-    def publish(self, ids: Any, keys: Any, step: int, *, parent: bytes | None = None) -> None:
+    def publish(self, ids: Any, keys: Any, step: int, *, parents: Any = None) -> None:
         for block in self._real(ids):
             if block in self._state.keys and self._has_owner(block):
                 self._drop_key(block)
-        super().publish(ids, keys, step, parent=parent)
+        super().publish(ids, keys, step, parents=parents)
 
 
 class ResetsUnderItsUsers(NaiveBlockPool):

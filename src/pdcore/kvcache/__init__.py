@@ -6,13 +6,12 @@ from pdcore.kvcache.eviction import EvictionOrder, LRUOrder
 from pdcore.kvcache.holds import Hold, HoldReason
 from pdcore.kvcache.manager import BlockTableDelta, KVCacheManager, PrefixHit
 from pdcore.kvcache.pool import LRUBlockPool
-from pdcore.kvcache.prefix import BlockHasher, PrefixHasher
+from pdcore.kvcache.prefix import PrefixHasher
 from pdcore.kvcache.sequence import TokenSequence
 from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
 
 __all__ = [
     "BlockCounts",
-    "BlockHasher",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",

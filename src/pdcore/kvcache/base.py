@@ -118,7 +118,12 @@ class BlockPool(ABC):
 
     @abstractmethod
     def publish(
-        self, ids: BlockIds, keys: Sequence[bytes], step: int, *, parent: bytes | None = None
+        self,
+        ids: BlockIds,
+        keys: Sequence[bytes],
+        step: int,
+        *,
+        parents: Sequence[bytes | None] | None = None,
     ) -> None:
         """Make ``keys`` lead to blocks that ``step`` (or an earlier one) writes.
 
@@ -127,9 +132,10 @@ class BlockPool(ABC):
 
         Args:
             ids: referenced or held blocks without a key.
-            keys: one for each block; each is the child of the one before.
+            keys: one for each block.
             step: the step that writes the data.
-            parent: the key before the first, or None.
+            parents: for each key the one before it in its sequence, or None; events tell of them.
+                Without it, each is the child of the one before and the first has none.
 
         Raises:
             BlockMisuse: a block has a key already, or no owner.

@@ -37,32 +37,42 @@ class PrefixIndex:
         entry = self._blocks.get(key, ())
         return (entry,) if isinstance(entry, int) else entry
 
-    def add(self, key: bytes, block_id: int) -> None:
-        """Make a key lead to one more block."""
-        entry = self._blocks.setdefault(key, block_id)
-        if entry is not block_id and entry != block_id:
-            self._blocks[key] = (*self.blocks(key), block_id)
+    def add(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Make each key lead to one more block."""
+        setdefault = self._blocks.setdefault
+        for key, block in zip(keys, blocks, strict=True):
+            entry = setdefault(key, block)
+            if entry is not block and entry != block:
+                self._blocks[key] = (*self.blocks(key), block)
 
-    def remove(self, key: bytes, block_id: int) -> tuple[int, ...]:
-        """Make a key lead to one block less; return what `restore` needs to undo it."""
-        before = self.blocks(key)
-        if before == (block_id,):
-            del self._blocks[key]
-        else:
-            self.restore(key, tuple(block for block in before if block != block_id))
-        return before
+    def remove(self, keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[int, ...] | int]:
+        """Make each key lead to one block less; return what `restore` needs to undo it."""
+        known = self._blocks
+        before = [known[key] for key in keys]
+        if before == blocks and len(set(keys)) == len(keys):
+            for key in keys:
+                del known[key]
+            return before
+        return [self._remove(key, block) for key, block in zip(keys, blocks, strict=True)]
 
-    def restore(self, key: bytes, blocks: tuple[int, ...]) -> None:
-        """Make a key lead to exactly these blocks."""
-        if blocks:
-            self._blocks[key] = blocks if len(blocks) > 1 else blocks[0]
-        else:
-            self._blocks.pop(key, None)
+    def restore(self, keys: Sequence[bytes], entries: Sequence[tuple[int, ...] | int]) -> None:
+        """Undo `remove`, the last key first."""
+        for key, entry in zip(reversed(keys), reversed(entries), strict=True):
+            self._blocks[key] = entry
 
     def clear(self) -> None:
         """Forget every key."""
         self._blocks.clear()
 
     def items(self) -> list[tuple[bytes, tuple[int, ...]]]:
-        """Every key with its blocks, in order of the keys' first publication."""
+        """Every key with its blocks."""
         return [(key, self.blocks(key)) for key in self._blocks]
+
+    def _remove(self, key: bytes, block: int) -> tuple[int, ...] | int:
+        entry = self._blocks[key]
+        if isinstance(entry, int):
+            del self._blocks[key]
+        else:
+            left = tuple(other for other in entry if other != block)
+            self._blocks[key] = left if len(left) > 1 else left[0]
+        return entry

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-import attrs
+import numpy as np
+import numpy.typing as npt
 
 from pdcore.kvcache.events import BlockRemoved, BlockStored, CacheCleared, KVEvent
 from pdcore.kvcache.index import PrefixIndex
 
 __all__ = ["BlockKeys"]
 
+BlockIds = npt.NDArray[np.int32]
+Parents = Sequence[bytes | None]
 
-@attrs.frozen
-class _Publication:
-    """A block's key, its parent's, and the step that writes the block while it is not done."""
-
-    key: bytes
-    parent: bytes | None
-    step: int | None
+_WRITTEN = np.iinfo(np.int64).min
 
 
 class BlockKeys:
     """Names for the contents of blocks.
 
     A key is provisional from `publish` until the `commit` of its step; it can be found all the
-    while. Events tell of committed keys only.
+    while. Events tell of committed keys only. Every change costs a fixed number of array operations
+    and about two dictionary operations a key.
 
     Args:
         num_blocks: how many blocks there are.
@@ -33,29 +31,39 @@ class BlockKeys:
     """
 
     def __init__(self, num_blocks: int, *, enable_events: bool) -> None:
-        # A bare list of keys beside the full records: it is read for every block that is released.
-        self.of_block: list[bytes | None] = [None] * num_blocks
-        self._published: dict[int, _Publication] = {}
+        self.is_keyed = np.zeros(num_blocks, np.bool_)
+        self._key = np.full(num_blocks, None, np.object_)
+        # The step that writes a block whose key is provisional.
+        self._writer = np.full(num_blocks, _WRITTEN, np.int64)
+        # In order of publication: step -> its provisional blocks.
         self._provisional: dict[int, dict[int, None]] = {}
         self._index = PrefixIndex()
-        self._enable_events = enable_events
+        self._parent: dict[int, bytes | None] | None = {} if enable_events else None
         self._events: list[KVEvent] = []
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
         """One block for each key up to the first unknown one."""
         return self._index.lookup(keys)
 
+    def of(self, ids: BlockIds) -> list[bytes | None]:
+        """The key of each block, or None."""
+        keys: list[bytes | None] = self._key[ids].tolist()
+        return keys
+
     def publish(
-        self, blocks: list[int], keys: Sequence[bytes], step: int, parent: bytes | None
+        self, ids: BlockIds, keys: Sequence[bytes], step: int, parents: Parents | None
     ) -> None:
-        """Give keyless blocks their keys; each is the child of the one before."""
-        provisional = self._provisional.setdefault(step, {})
-        for block, key in zip(blocks, keys, strict=True):
-            self.of_block[block] = key
-            self._published[block] = _Publication(key, parent, step)
-            self._index.add(key, block)
-            provisional[block] = None
-            parent = key
+        """Give keyless blocks their keys."""
+        if not ids.size:
+            return
+        blocks = ids.tolist()
+        self._index.add(keys, blocks)
+        self._key[ids] = keys
+        self.is_keyed[ids] = True
+        self._writer[ids] = step
+        self._provisional.setdefault(step, {}).update(dict.fromkeys(blocks))
+        if self._parent is not None:
+            self._parent.update(zip(blocks, parents or (None, *keys[:-1]), strict=True))
 
     def provisional(self, step: int) -> list[int]:
         """The blocks whose keys are provisional for a step, in order of publication."""
@@ -63,30 +71,53 @@ class BlockKeys:
 
     def commit(self, step: int) -> None:
         """The step's blocks are written."""
-        for block in self._provisional.pop(step, ()):
-            publication = attrs.evolve(self._published[block], step=None)
-            self._published[block] = publication
-            if self._enable_events:
-                self._events.append(BlockStored(publication.key, publication.parent, block))
+        blocks = self._provisional.pop(step, None)
+        if not blocks:
+            return
+        ids = np.array(list(blocks), np.int32)
+        self._writer[ids] = _WRITTEN
+        if self._parent is not None:
+            keys = self._key[ids].tolist()
+            self._events += [
+                BlockStored(key, self._parent[block], block)
+                for block, key in zip(blocks, keys, strict=True)
+            ]
 
-    def forget(self, blocks: Iterable[int]) -> Callable[[], None]:
-        """Drop the keys of blocks that have one; return what undoes it."""
-        dropped = [self._forget(block) for block in blocks]
+    def forget(self, ids: BlockIds) -> Callable[[], None]:
+        """Drop the keys of distinct blocks that have one; return what undoes it."""
+        blocks, keys, writers = ids.tolist(), self._key[ids].tolist(), self._writer[ids]
+        entries = self._index.remove(keys, blocks)
+        self._key[ids] = None
+        self.is_keyed[ids] = False
+        self._writer[ids] = _WRITTEN
+        provisional = writers != _WRITTEN
+        if provisional.any():
+            self._drop_provisional(ids[provisional].tolist(), writers[provisional].tolist())
+        parents = self._forget_parents(blocks, keys, ids[~provisional])
 
         def undo() -> None:
-            for block, publication, siblings in reversed(dropped):
-                self._restore(block, publication, siblings)
+            self._index.restore(keys, entries)
+            self._key[ids] = keys
+            self.is_keyed[ids] = True
+            self._writer[ids] = writers
+            steps = writers[provisional].tolist()
+            for block, step in zip(ids[provisional].tolist(), steps, strict=True):
+                self._provisional.setdefault(step, {})[block] = None
+            if self._parent is not None:
+                self._parent.update(parents)
+                self._take_back_removals(ids[~provisional].tolist())
 
         return undo
 
     def clear(self) -> None:
         """Drop every key at once."""
-        for block in self._published:
-            self.of_block[block] = None
-        self._published.clear()
+        self._key[:] = None
+        self.is_keyed[:] = False
+        self._writer[:] = _WRITTEN
         self._provisional.clear()
         self._index.clear()
-        if self._enable_events:
+        if self._parent is not None:
+            self._parent.clear()
             self._events.append(CacheCleared())
 
     def take_events(self) -> list[KVEvent]:
@@ -95,48 +126,50 @@ class BlockKeys:
         return events
 
     def is_consistent(self) -> bool:
-        """Whether blocks, records and index name the same keys. Cost: O(blocks)."""
-        keyed = {block: key for block, key in enumerate(self.of_block) if key is not None}
+        """Whether blocks, columns and index name the same keys. Cost: O(blocks)."""
+        keyed = {block: key for block, key in enumerate(self._key.tolist()) if key is not None}
         indexed = [(block, key) for key, blocks in self._index.items() for block in blocks]
-        pending = [block for blocks in self._provisional.values() for block in blocks]
+        pending = [(block, step) for step, blocks in self._provisional.items() for block in blocks]
+        written_later = np.flatnonzero(self._writer != _WRITTEN)
         return (
             sorted(indexed) == sorted(keyed.items())
-            and keyed == {block: record.key for block, record in self._published.items()}
+            and sorted(keyed) == np.flatnonzero(self.is_keyed).tolist()
             and sorted(pending)
-            == sorted(block for block, record in self._published.items() if record.step is not None)
+            == list(zip(written_later.tolist(), self._writer[written_later].tolist(), strict=True))
+            and (self._parent is None or sorted(self._parent) == sorted(keyed))
         )
 
     def fingerprint(self) -> bytes:
         """All that decides later look-ups and commits."""
-        steps = {block: record.step for block, record in sorted(self._published.items())}
-        return repr((sorted(self._index.items()), steps)).encode()
+        writers = [(step, sorted(blocks)) for step, blocks in sorted(self._provisional.items())]
+        return repr((sorted(self._index.items()), writers)).encode()
 
-    def _forget(self, block: int) -> tuple[int, _Publication, tuple[int, ...]]:
-        publication = self._published.pop(block)
-        self.of_block[block] = None
-        siblings = self._index.remove(publication.key, block)
-        if publication.step is not None:
-            del self._provisional[publication.step][block]
-            if not self._provisional[publication.step]:
-                del self._provisional[publication.step]
-        elif self._enable_events:
-            self._events.append(BlockRemoved(publication.key, block))
-        return block, publication, siblings
+    def _drop_provisional(self, blocks: list[int], steps: list[int]) -> None:
+        for block, step in zip(blocks, steps, strict=True):
+            del self._provisional[step][block]
+            if not self._provisional[step]:
+                del self._provisional[step]
 
-    def _restore(self, block: int, publication: _Publication, siblings: tuple[int, ...]) -> None:
-        self.of_block[block] = publication.key
-        self._published[block] = publication
-        self._index.restore(publication.key, siblings)
-        if publication.step is not None:
-            self._provisional.setdefault(publication.step, {})[block] = None
-        elif self._enable_events:
-            self._take_back_removal(publication, block)
+    def _forget_parents(
+        self, blocks: list[int], keys: list[bytes], written: BlockIds
+    ) -> dict[int, bytes | None]:
+        """Report the removal of written blocks; return the parents' keys of all."""
+        if self._parent is None:
+            return {}
+        parents = {block: self._parent.pop(block) for block in blocks}
+        key_of = dict(zip(blocks, keys, strict=True))
+        self._events += [BlockRemoved(key_of[block], block) for block in written.tolist()]
+        return parents
 
-    def _take_back_removal(self, publication: _Publication, block: int) -> None:
-        """Undo the report of a removal; if it was read already, report the block as stored."""
-        removal = BlockRemoved(publication.key, block)
-        for place in range(len(self._events) - 1, -1, -1):
-            if self._events[place] == removal:
-                del self._events[place]
-                return
-        self._events.append(BlockStored(publication.key, publication.parent, block))
+    def _take_back_removals(self, blocks: list[int]) -> None:
+        """Undo the report of removals; if one was read already, report the block as stored."""
+        assert self._parent is not None
+        for block in reversed(blocks):
+            key = self._key[block]
+            removal = BlockRemoved(key, block)
+            for place in range(len(self._events) - 1, -1, -1):
+                if self._events[place] == removal:
+                    del self._events[place]
+                    break
+            else:
+                self._events.append(BlockStored(key, self._parent[block], block))

@@ -238,28 +238,49 @@ class KVCacheManager:
         total = int(needed.sum())
         if not total:
             return BlockTableDelta.empty()
-        ids = self.pool.allocate(total)
         growing = needed > 0
         rows, needed = rows[growing], needed[growing]
-        start = self.num_blocks[rows]
         if total == rows.size:
-            delta = BlockTableDelta(rows, start, ids)
-        else:
-            within = np.arange(total, dtype=np.int32)
-            within -= np.repeat(np.cumsum(needed, dtype=np.int32) - needed, needed)
-            delta = BlockTableDelta(np.repeat(rows, needed), np.repeat(start, needed) + within, ids)
+            return self.add_blocks(rows)
+        ids = self.pool.allocate(total)
+        start = self.num_blocks[rows]
+        within = np.arange(total, dtype=np.int32)
+        within -= np.repeat(np.cumsum(needed, dtype=np.int32) - needed, needed)
+        delta = BlockTableDelta(np.repeat(rows, needed), np.repeat(start, needed) + within, ids)
         self.block_table[delta.rows, delta.positions] = ids
         self.num_blocks[rows] = start + needed
         self._record(lambda: self.num_blocks.__setitem__(rows, start))
         return delta
 
-    def rows_to_publish(
-        self, rows: Rows, num_tokens: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.intp]:
-        """Indices of the rows whose first ``num_tokens`` tokens fill a block without a key."""
-        if not self.enable_prefix_caching:
-            return np.zeros(0, np.intp)
-        return np.flatnonzero(num_tokens // self.block_size > self._num_published[rows])
+    def full_rows(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
+        """Which rows have no slot left behind their first ``num_tokens`` tokens."""
+        full: npt.NDArray[np.bool_] = self.num_blocks[rows] * self.block_size <= num_tokens
+        return full
+
+    def add_blocks(self, rows: Rows) -> BlockTableDelta:
+        """Add one block to each row.
+
+        Raises:
+            OutOfBlocks: there are not enough for all rows; nothing has changed.
+        """
+        ids = self.pool.allocate(rows.size)
+        positions = self.num_blocks[rows]
+        self.block_table[rows, positions] = ids
+        self.num_blocks[rows] = positions + 1
+        self._record(lambda: self.num_blocks.__setitem__(rows, positions))
+        return BlockTableDelta(rows, positions, ids)
+
+    def filling(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
+        """Which rows' first ``num_tokens`` tokens fill a block that has had no key yet."""
+        filling: npt.NDArray[np.bool_] = (
+            num_tokens >= (self._num_published[rows] + 1) * self.block_size
+        )
+        return filling
+
+    def num_published(self, rows: Rows) -> Rows:
+        """How many blocks of each row, from the start, have had their keys."""
+        published: Rows = self._num_published[rows]
+        return published
 
     def publish(self, row: int, sequence: TokenSequence, num_tokens: int, *, step: int) -> None:
         """Publish a row's full blocks among its first ``num_tokens`` tokens, filled by ``step``."""
@@ -269,6 +290,33 @@ class KVCacheManager:
         self._num_published[row] = after
         self._record(lambda: self._num_published.__setitem__(row, before))
         self._publish(self.block_table[row, before:after], sequence, before, step)
+
+    def publish_tails(
+        self,
+        rows: Rows,
+        sequences: list[TokenSequence],
+        tails: npt.NDArray[np.int32],
+        *,
+        step: int,
+    ) -> None:
+        """Publish the block that each row has just filled: the decode path.
+
+        A fixed number of array operations, and a few dictionary and list operations for each row.
+
+        Args:
+            rows: int32 (n,), rows of which exactly one full block has no key.
+            sequences: theirs.
+            tails: int32 (n, block_size), the tokens of that block.
+            step: the step that fills it.
+        """
+        positions = self._num_published[rows]
+        keys = self.hasher.each([self._last_key(it) for it in sequences], tails, positions)
+        parents = [sequence.keys[-1] if sequence.keys else None for sequence in sequences]
+        for sequence, key in zip(sequences, keys, strict=True):
+            sequence.keys.append(key)
+        self.pool.publish(self.block_table[rows, positions], keys, step, parents=parents)
+        self._num_published[rows] = positions + 1
+        self._record(lambda: self._num_published.__setitem__(rows, positions))
 
     def publish_loaded(self, block_ids: BlockIds, sequence: TokenSequence, *, start: int) -> None:
         """Publish full blocks, from block ``start`` on, whose data is there already.
@@ -360,16 +408,22 @@ class KVCacheManager:
         return (num_tokens - self.sliding_window + 1) // self.block_size
 
     def _extend_keys(self, sequence: TokenSequence) -> None:
-        start = len(sequence.keys) * self.block_size
-        if len(sequence) - start >= self.block_size:
-            root = b"" if start else self.hasher.root(sequence.cache_salt, sequence.lora)
-            tokens = sequence.slice(start, len(sequence))
-            self.hasher.extend(sequence.keys, root, tokens, start=start)
+        start, end = len(sequence.keys), len(sequence)
+        if end - start * self.block_size >= self.block_size:
+            tokens = sequence.slice(start * self.block_size, end)
+            sequence.keys += self.hasher.chain(self._last_key(sequence), tokens, start=start)
+
+    def _last_key(self, sequence: TokenSequence) -> bytes:
+        """The parent of the next block's key."""
+        if sequence.keys:
+            return sequence.keys[-1]
+        return self.hasher.root(sequence.cache_salt, sequence.lora)
 
     def _publish(self, block_ids: BlockIds, sequence: TokenSequence, start: int, step: int) -> None:
         keys = sequence.keys[start : start + block_ids.size]
-        parent = sequence.keys[start - 1] if start else None
-        self.pool.publish(block_ids[: len(keys)], keys, step, parent=parent)
+        if keys:
+            parents = [sequence.keys[start - 1] if start else None, *keys[:-1]]
+            self.pool.publish(block_ids[: len(keys)], keys, step, parents=parents)
 
     def _prune(self, row: int, start: int, end: int) -> BlockTableDelta:
         ids = self.block_table[row, start:end].copy()

@@ -19,12 +19,14 @@ __all__ = ["LRUBlockPool"]
 
 BlockIds = npt.NDArray[np.int32]
 
+_NULL_REFS = 1 << 30
+
 
 class LRUBlockPool(BlockPool):
     """A `BlockPool` that evicts the least recently released prefix.
 
-    Every call costs a fixed number of array operations, plus a dictionary operation for each key
-    that is published, found or dropped. A pool takes about 50 bytes a block.
+    Every call costs a fixed number of array operations, plus a dictionary operation or two for each
+    key that is published, found or dropped. A pool takes about 50 bytes a block.
 
     Args:
         num_blocks: how many blocks there are, the null block included; at least 2.
@@ -43,6 +45,8 @@ class LRUBlockPool(BlockPool):
     ) -> None:
         super().__init__(num_blocks, block_size)
         self._num_refs = np.zeros(num_blocks, np.int32)
+        # So many that it never counts as given back, however often it is released.
+        self._num_refs[0] = _NULL_REFS
         self._num_holds = np.zeros(num_blocks, np.int32)
         self._num_quarantines = np.zeros(num_blocks, np.int32)
         self._generation = np.zeros(num_blocks, np.int64)
@@ -64,44 +68,49 @@ class LRUBlockPool(BlockPool):
     def allocate(self, n: int) -> BlockIds:
         if not isinstance(n, int | np.integer) or n < 0:
             raise BlockMisuse(f"allocate({n!r}): pass how many blocks, an integer >= 0")
-        if n > self.num_free_blocks:
-            raise OutOfBlocks(n, self.num_free_blocks)
-        num_plain = min(n, self._num_free)
-        # Evicting comes first: an eviction order of somebody else's may raise.
-        evicted = self._evict(n - num_plain) if num_plain < n else None
-        ids = self._pop_free(num_plain)
-        if evicted is not None:
-            ids = np.concatenate((ids, evicted))
+        num_plain = self._num_free
+        if n > num_plain:
+            if n > self.num_free_blocks:
+                raise OutOfBlocks(n, self.num_free_blocks)
+            # Evicting comes first: an eviction order of somebody else's may raise.
+            evicted = self._evict(n - num_plain)
+            ids = np.concatenate((self._pop_free(num_plain), evicted))
+        else:
+            ids = self._pop_free(n)
         self._num_refs[ids] = 1
         self._generation[ids] += 1
-        self._record(lambda: self._num_refs.__setitem__(ids, 0))
+        if self._step is not None:
+            self._undo.append(lambda: self._num_refs.__setitem__(ids, 0))
         return ids
 
     def retain(self, ids: BlockIds) -> None:
-        ids = self._without_null(ids)
-        ownerless = ids[(self._num_refs[ids] == 0) & (self._num_holds[ids] == 0)]
-        if ownerless.size:
-            ownerless = self._distinct(ownerless)
+        ids = self._in_range(ids)
+        num_refs = self._num_refs
+        if not num_refs[ids].all():
+            ownerless = self._ownerless(ids)
             if not self._evictable.contains(ownerless).all():
                 raise BlockMisuse(
                     f"retain({ids.tolist()}): a free block cannot be retained, only allocated"
                 )
             self._record(self._evictable.discard(ownerless))
-        np.add.at(self._num_refs, ids, 1)
-        self._record(lambda: np.subtract.at(self._num_refs, ids, 1))
+        np.add.at(num_refs, ids, 1)
+        num_refs[0] = _NULL_REFS
+        self._record(lambda: self._drop_refs(ids))
 
     def release(self, ids: BlockIds) -> None:
-        ids = self._without_null(ids)
-        np.subtract.at(self._num_refs, ids, 1)
+        ids = self._in_range(ids)
+        self._drop_refs(ids)
         left = self._num_refs[ids]
-        if ids.size and left.min() < 0:
-            np.add.at(self._num_refs, ids, 1)
+        lowest = left.min() if ids.size else 1
+        if lowest < 0:
+            self._add_refs(ids)
             raise BlockMisuse(
                 f"release({ids.tolist()}): blocks {ids[left < 0].tolist()} have fewer references "
                 "than that. Each retain or allocate allows one release."
             )
-        self._record(lambda: np.add.at(self._num_refs, ids, 1))
-        self._give_back(self._distinct(ids[(left == 0) & (self._num_holds[ids] == 0)]))
+        self._record(lambda: self._add_refs(ids))
+        if lowest == 0:
+            self._give_back(self._ownerless(ids))
 
     def lookup(self, keys: Sequence[bytes]) -> BlockIds:
         return np.array(self._keys.lookup(keys), np.int32)
@@ -110,18 +119,28 @@ class LRUBlockPool(BlockPool):
         return int(np.count_nonzero(self._evictable.contains(ids)))
 
     def publish(
-        self, ids: BlockIds, keys: Sequence[bytes], step: int, *, parent: bytes | None = None
+        self,
+        ids: BlockIds,
+        keys: Sequence[bytes],
+        step: int,
+        *,
+        parents: Sequence[bytes | None] | None = None,
     ) -> None:
-        blocks = ids.tolist()
-        if len(blocks) != len(keys):
-            raise BlockMisuse(f"publish() got {len(blocks)} blocks and {len(keys)} keys")
-        if len(set(blocks)) != len(blocks):
-            raise BlockMisuse(f"publish({blocks}) names a block twice: each gets one key")
-        for block in blocks:
-            if not self._can_publish(block):
-                raise BlockMisuse(f"block {block} cannot be published: it has a key or no owner")
-        self._keys.publish(blocks, keys, step, parent)
-        self._record(lambda: self._unpublish(blocks))
+        ids = self._in_range(ids)
+        if ids.size != len(keys):
+            raise BlockMisuse(f"publish() got {ids.size} blocks and {len(keys)} keys")
+        if self._distinct(ids).size != ids.size:
+            raise BlockMisuse(f"publish({ids.tolist()}) names a block twice: each gets one key")
+        owned = self._num_refs[ids] > 0
+        if self._holds:
+            owned |= self._num_holds[ids] > 0
+        fit = owned & ~self._keys.is_keyed[ids] & (ids != 0)
+        if not fit.all():
+            raise BlockMisuse(
+                f"blocks {ids[~fit].tolist()} cannot be published: they have a key or no owner"
+            )
+        self._keys.publish(ids, keys, step, parents)
+        self._record(lambda: self._unpublish(ids))
 
     def begin(self, step: int) -> None:
         self._step = step
@@ -140,8 +159,8 @@ class LRUBlockPool(BlockPool):
             blocks = [block for block in ids.tolist() if block in provisional]
         if not blocks:
             return
-        self._record(self._keys.forget(blocks))
         array = np.array(blocks, np.int32)
+        self._record(self._keys.forget(array))
         loose = array[self._evictable.contains(array)]
         self._record(self._evictable.discard(loose))
         self._give_back(loose)
@@ -170,7 +189,7 @@ class LRUBlockPool(BlockPool):
             raise BlockMisuse(
                 f"hold({ids.tolist()}): needs distinct blocks in 1..{self.num_blocks}"
             )
-        ownerless = ids[(self._num_refs[ids] == 0) & (self._num_holds[ids] == 0)]
+        ownerless = self._ownerless(ids)
         if not self._evictable.contains(ownerless).all():
             raise BlockMisuse(f"hold({ids.tolist()}): a free block cannot be held")
         self._record(self._evictable.discard(ownerless))
@@ -191,8 +210,7 @@ class LRUBlockPool(BlockPool):
             raise BlockMisuse(f"the hold of {hold.owner!r} on {hold.block_ids.tolist()} has ended")
         self._add_hold(hold, -1)
         self._record(lambda: self._add_hold(hold, 1))
-        ids = hold.block_ids[::-1]
-        self._give_back(ids[(self._num_refs[ids] == 0) & (self._num_holds[ids] == 0)])
+        self._give_back(self._ownerless(hold.block_ids[::-1]))
 
     def holds(self) -> tuple[Hold, ...]:
         return tuple(self._holds[hold_id] for hold_id in sorted(self._holds))
@@ -201,10 +219,11 @@ class LRUBlockPool(BlockPool):
         return self._generation[ids]
 
     def keys(self, ids: BlockIds) -> list[bytes | None]:
-        return [self._keys.of_block[block] for block in ids.tolist()]
+        return self._keys.of(ids)
 
     def counts(self) -> BlockCounts:
         referenced = self._num_refs > 0
+        referenced[0] = False
         quarantined = ~referenced & (self._num_quarantines > 0)
         held = ~referenced & (self._num_holds > 0) & ~quarantined
         return BlockCounts(
@@ -232,7 +251,7 @@ class LRUBlockPool(BlockPool):
     def check(self) -> None:
         counts = self.counts()
         free, evictable = self._free[: self._num_free], self._evictable.ids()
-        key = self._keys.of_block
+        is_keyed = self._keys.is_keyed
         faults = {
             f"the classes add up to {counts.total}, not {self.num_usable_blocks}: {counts}": (
                 counts.total != self.num_usable_blocks
@@ -247,12 +266,12 @@ class LRUBlockPool(BlockPool):
             "a count is negative": bool(
                 min(self._num_refs.min(), self._num_holds.min(), self._num_quarantines.min()) < 0
             ),
-            "a free block has a key": any(key[block] is not None for block in free),
-            "an evictable block has no key": any(key[block] is None for block in evictable),
+            "a free block has a key": bool(is_keyed[free].any()),
+            "an evictable block has no key": not is_keyed[evictable].all(),
             "the index and the blocks' keys differ": not self._keys.is_consistent(),
             "the length of the eviction order is wrong": len(self._evictable) != evictable.size,
             "the null block has an owner or a key": bool(
-                self._num_refs[0] or self._num_holds[0] or key[0] is not None
+                self._num_refs[0] != _NULL_REFS or self._num_holds[0] or is_keyed[0]
             ),
         }
         broken = [fault for fault, present in faults.items() if present]
@@ -276,18 +295,27 @@ class LRUBlockPool(BlockPool):
         if self._step is not None:
             self._undo.append(undo)
 
-    def _can_publish(self, block: int) -> bool:
-        return (
-            0 < block < self.num_blocks
-            and self._keys.of_block[block] is None
-            and bool(self._num_refs[block] or self._num_holds[block])
-        )
-
-    def _without_null(self, ids: BlockIds) -> BlockIds:
+    def _in_range(self, ids: BlockIds) -> BlockIds:
         ids = np.asarray(ids, np.int32)
-        if ids.size and not (ids.min() >= 0 and ids.max() < self.num_blocks):
+        # Seen without a sign, a negative number is out of range at the other end.
+        if ids.size and ids.view(np.uint32).max() >= self.num_blocks:
             raise BlockMisuse(f"blocks {ids.tolist()} are not all in 0..{self.num_blocks - 1}")
-        return ids if ids.all() else ids[ids != 0]
+        return ids
+
+    def _add_refs(self, ids: BlockIds) -> None:
+        np.add.at(self._num_refs, ids, 1)
+        self._num_refs[0] = _NULL_REFS
+
+    def _drop_refs(self, ids: BlockIds) -> None:
+        np.subtract.at(self._num_refs, ids, 1)
+        self._num_refs[0] = _NULL_REFS
+
+    def _ownerless(self, ids: BlockIds) -> BlockIds:
+        """Those without a reference or a hold, each once, in the order of their last mention."""
+        ownerless = self._num_refs[ids] == 0
+        if self._holds:
+            ownerless &= self._num_holds[ids] == 0
+        return self._distinct(ids if ownerless.all() else ids[ownerless])
 
     def _distinct(self, ids: BlockIds) -> BlockIds:
         """Drop all but the last mention of each block, keeping the order."""
@@ -314,25 +342,25 @@ class LRUBlockPool(BlockPool):
     def _evict(self, n: int) -> BlockIds:
         ids, undo = self._evictable.pop(n)
         self._record(undo)
-        self._record(self._keys.forget(ids.tolist()))
+        self._record(self._keys.forget(ids))
         return ids
 
     def _give_back(self, ids: BlockIds) -> None:
         """Blocks that just lost their last owner become evictable, or free without a key."""
-        if not ids.size:
-            return
-        key = self._keys.of_block
-        cached = np.array([key[block] is not None for block in ids.tolist()])
-        plain, keyed = ids[~cached], ids[cached]
-        if keyed.size:
-            self._record(self._evictable.append(keyed))
-        if plain.size:
-            self._free[self._num_free : self._num_free + plain.size] = plain[::-1]
-            self._num_free += plain.size
-            self._record(lambda: setattr(self, "_num_free", self._num_free - plain.size))
+        keyed = self._keys.is_keyed[ids]
+        num_keyed = np.count_nonzero(keyed)
+        if num_keyed:
+            cached = ids if num_keyed == ids.size else ids[keyed]
+            self._record(self._evictable.append(cached))
+        if num_keyed < ids.size:
+            plain = ids[~keyed] if num_keyed else ids
+            top = self._num_free
+            self._num_free = top + plain.size
+            self._free[top : self._num_free] = plain[::-1]
+            self._record(lambda: setattr(self, "_num_free", top))
 
-    def _unpublish(self, blocks: list[int]) -> None:
-        self._keys.forget(reversed(blocks))
+    def _unpublish(self, ids: BlockIds) -> None:
+        self._keys.forget(ids[::-1])
 
     def _add_hold(self, hold: Hold, sign: int) -> None:
         self._num_holds[hold.block_ids] += sign

@@ -9,12 +9,14 @@ __all__ = ["TokenSequence"]
 
 TokenIds = npt.NDArray[np.int32]
 
+_TOKEN_BYTES = 4
+
 
 class TokenSequence:
     """A growing run of token ids, prompt first, with the keys of its full blocks.
 
-    The prompt's array is shared until the first token is appended, so a waiting request costs no
-    second copy.
+    The prompt's array is shared, never copied. Tokens that follow are kept as bytes, which grow
+    without a new array.
 
     Args:
         prompt: int32, never written to.
@@ -22,30 +24,35 @@ class TokenSequence:
         lora: only sequences with equal adapters share blocks.
     """
 
-    __slots__ = ("_buffer", "_length", "cache_salt", "keys", "lora")
+    __slots__ = ("_output", "_prompt", "cache_salt", "keys", "lora")
 
     def __init__(
         self, prompt: TokenIds, *, cache_salt: str | None = None, lora: str | None = None
     ) -> None:
-        self._buffer = prompt
-        self._length = prompt.size
+        self._prompt = prompt
+        self._output = bytearray()
         self.cache_salt = cache_salt
         self.lora = lora
         self.keys: list[bytes] = []
 
     def __len__(self) -> int:
-        return self._length
+        return self._prompt.size + len(self._output) // _TOKEN_BYTES
 
     def append(self, tokens: TokenIds) -> None:
         """Add tokens at the end. Cost: amortised O(len(tokens))."""
-        length = self._length + tokens.size
-        if length > self._buffer.size or not self._buffer.flags.writeable:
-            grown = np.empty(max(length + 64, self._buffer.size * 9 // 8), np.int32)
-            grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
-        self._buffer[self._length : length] = tokens
-        self._length = length
+        self._output += np.ascontiguousarray(tokens, np.int32).tobytes()
+
+    def append_bytes(self, tokens: bytes) -> None:
+        """Add tokens at the end, given as the bytes of an int32 array."""
+        self._output += tokens
 
     def slice(self, start: int, end: int) -> TokenIds:
         """Tokens ``start`` to ``end``, as a copy that later appends do not change."""
-        return self._buffer[start : min(end, self._length)].copy()
+        num_prompt = self._prompt.size
+        prompt = self._prompt[start:end]
+        if end <= num_prompt or not self._output:
+            return prompt.copy()
+        begin = max(start - num_prompt, 0) * _TOKEN_BYTES
+        output = self._output[begin : (end - num_prompt) * _TOKEN_BYTES]
+        tokens = np.frombuffer(output, np.int32)
+        return np.concatenate((prompt, tokens)) if prompt.size else tokens

@@ -16,6 +16,7 @@ from pdcore.messages import (
     RequestOutput,
     SchedulerOutput,
     StepResult,
+    TransferReport,
 )
 from pdcore.request import Request, RequestStatus
 
@@ -222,7 +223,13 @@ class Scheduler(ABC):
         """
 
     @abstractmethod
-    def abandon(self, output: SchedulerOutput, *, dispatched: bool = False) -> None:
+    def abandon(
+        self,
+        output: SchedulerOutput,
+        *,
+        dispatched: bool = False,
+        transfer_report: TransferReport | None = None,
+    ) -> None:
         """Take back the newest plan in flight.
 
         Args:
@@ -230,6 +237,8 @@ class Scheduler(ABC):
             dispatched: whether a worker may have begun it. If not, all is as before it was made.
                 If so, its rows are computed again and told to the workers afresh; blocks that it
                 may have written lose their keys; its victims stay preempted.
+            transfer_report: what the workers' connectors had to say in a result of the plan that is
+                given up with it: connectors do not say it again. None when there is no result.
 
         Raises:
             OutputOrder: ``output`` is not the newest plan in flight.

@@ -18,6 +18,7 @@ from pdcore.messages import (
 from pdcore.request import FinishReason
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.grammar import GrammarMatcher
+from pdcore.scheduler.publishing import publish_filled
 from pdcore.scheduler.state import RequestState
 
 __all__ = ["Commit"]
@@ -25,6 +26,7 @@ __all__ = ["Commit"]
 logger = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
+Index = Int32Array | slice
 
 
 class Commit:
@@ -37,6 +39,8 @@ class Commit:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        # The newest plan when the last result came in: plans up to it were made ahead of results.
+        self._newest_step = 0
 
     def run(self, output: SchedulerOutput, model_output: ModelRunnerOutput) -> StepResult:
         """Take in the result of the oldest plan in flight."""
@@ -44,23 +48,25 @@ class Commit:
         core.touch()
         if model_output.errors:
             self._row_errors(output, model_output)
-        core.manager.pool.commit(output.step_id)
         rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
-        current = table.epoch[rows] == model_output.epochs
+        batch = table.batch_of(output.rows)
         departed: list[tuple[RequestState, int]] = []
-        if not current.all():
-            departed = self._departed(model_output, ~current)
-            rows, tokens = rows[current], tokens[current]
-        self._append(rows, tokens)
-        reasons = self._finish_reasons(rows, tokens)
-        request_ids = table.request_ids[rows].tolist()
-        finished: dict[int, RequestOutput] = {}
-        for index in np.flatnonzero(reasons).tolist():
-            finished[index] = self._finish(
-                table.state(int(rows[index])), int(tokens[index]), FinishReason(int(reasons[index]))
-            )
-        if core.in_flight and rows.size:
-            self._publish(rows)
+        if batch is not None and rows.size == batch.rows.size:
+            # Every row drew, and still has the tenant that it drew for.
+            request_ids, index = batch.request_ids.copy(), batch.index
+        else:
+            current = table.epoch[rows] == model_output.epochs
+            if not current.all():
+                departed = self._departed(model_output, ~current)
+                rows, tokens = rows[current], tokens[current]
+            request_ids, index = table.request_ids[rows].tolist(), rows
+        num_tokens = self._append(index, rows, tokens)
+        if output.step_id <= self._newest_step:
+            self._publish(rows, output.step_id)
+        self._newest_step = core.step_id
+        core.manager.pool.commit(output.step_id)
+        reasons = self._finish_reasons(index, rows, tokens, num_tokens)
+        finished = self._finish_all(rows, tokens, reasons) if np.count_nonzero(reasons) else {}
         result = StepResult(
             step_id=output.step_id,
             request_ids=request_ids,
@@ -85,60 +91,82 @@ class Commit:
                 departed.append((state, token))
         return departed
 
-    def _append(self, rows: Int32Array, tokens: Int32Array) -> None:
-        """Add one token to each row; move full blocks of tokens out of the tail buffer."""
+    def _append(self, index: Index, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Add one token to each row; return how many each has now."""
         table = self._core.table
-        num_tokens = table.num_tokens[rows]
-        table.tail[rows, num_tokens % table.block_size] = tokens
-        num_tokens += 1
-        table.num_tokens[rows] = num_tokens
-        table.num_in_flight[rows] -= 1
-        for row in rows[num_tokens % table.block_size == 0].tolist():
-            table.flush(row)
+        place = table.num_tokens[index] % table.block_size
+        table.tail[rows, place] = tokens
+        table.num_tokens[index] += 1
+        table.num_in_flight[index] -= 1
+        filled = place == table.block_size - 1
+        if np.count_nonzero(filled):
+            table.flush_full(rows[filled])
+        num_tokens: Int32Array = table.num_tokens[index]
+        return num_tokens
 
-    def _finish_reasons(self, rows: Int32Array, tokens: Int32Array) -> npt.NDArray[np.int8]:
+    def _finish_reasons(
+        self, index: Index, rows: Int32Array, tokens: Int32Array, num_tokens: Int32Array
+    ) -> npt.NDArray[np.int8]:
+        """For each row why it ends with its new token, or 0."""
         table = self._core.table
-        num_tokens = table.num_tokens[rows]
-        stops = tokens == table.eos[rows]
-        if table.num_with_stop_ids:
-            for index in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-                state = table.state(int(rows[index]))
-                stops[index] |= int(tokens[index]) in state.request.sampling.stop_token_ids
-        stops &= num_tokens >= table.min_tokens[rows]
         reasons = np.zeros(rows.size, np.int8)
-        at_limit = num_tokens >= table.limit[rows]
-        if at_limit.any():
-            for index in np.flatnonzero(at_limit).tolist():
-                capped = table.state(int(rows[index])).limited_by_pool
-                reasons[index] = FinishReason.CAPACITY if capped else FinishReason.LENGTH
-        reasons[stops] = FinishReason.STOP
+        at_limit = num_tokens >= table.limit[index]
+        if np.count_nonzero(at_limit):
+            for place in np.flatnonzero(at_limit).tolist():
+                capped = table.state(int(rows[place])).limited_by_pool
+                reasons[place] = FinishReason.CAPACITY if capped else FinishReason.LENGTH
+        if table.num_with_eos or table.num_with_stop_ids:
+            stops = self._stops(index, rows, tokens)
+            if np.count_nonzero(stops):
+                stops &= num_tokens >= table.min_tokens[index]
+                reasons[stops] = FinishReason.STOP
         if table.num_with_matcher:
             self._accept(rows, tokens, reasons)
         return reasons
 
+    def _stops(self, index: Index, rows: Int32Array, tokens: Int32Array) -> npt.NDArray[np.bool_]:
+        """Which of the tokens end their request, if it is long enough."""
+        table = self._core.table
+        stops: npt.NDArray[np.bool_] = tokens == table.eos[index]
+        if table.num_with_stop_ids:
+            for place in np.flatnonzero(table.has_stop_ids[index]).tolist():
+                state = table.state(int(rows[place]))
+                stops[place] |= int(tokens[place]) in state.request.sampling.stop_token_ids
+        return stops
+
     def _accept(self, rows: Int32Array, tokens: Int32Array, reasons: npt.NDArray[np.int8]) -> None:
         """Move the grammars on; a token that a grammar does not allow ends its request."""
         table = self._core.table
-        for index in np.flatnonzero(table.has_matcher[rows] & (reasons == 0)).tolist():
+        for index in np.flatnonzero(table.has_matcher[rows]).tolist():
             matcher = table.state(int(rows[index])).matcher
             assert matcher is not None
             if not _accepts(matcher, int(tokens[index])):
                 reasons[index] = FinishReason.ERROR
 
+    def _finish_all(
+        self, rows: Int32Array, tokens: Int32Array, reasons: npt.NDArray[np.int8]
+    ) -> dict[int, RequestOutput]:
+        table = self._core.table
+        return {
+            place: self._finish(
+                table.state(int(rows[place])), int(tokens[place]), FinishReason(int(reasons[place]))
+            )
+            for place in np.flatnonzero(reasons).tolist()
+        }
+
     def _finish(self, state: RequestState, token: int, reason: FinishReason) -> RequestOutput:
         output = self._core.finish(state, reason, cause=_cause(state, token, reason))
         return attrs.evolve(output, new_token_ids=(token,))
 
-    def _publish(self, rows: Int32Array) -> None:
-        """With a later plan in flight, a block's last token may become known only now."""
+    def _publish(self, rows: Int32Array, step: int) -> None:
+        """Publish blocks whose last token was not known yet when their step was planned.
+
+        That is so when the step was planned ahead of an older result; a row that goes on publishes
+        them with its next plan as well. What steps in flight write is left to those.
+        """
         core, table = self._core, self._core.table
-        rows = np.array([row for row in rows.tolist() if table.states[row] is not None], np.int32)
-        known = np.minimum(table.num_computed[rows], table.num_tokens[rows])
-        filling = core.manager.rows_to_publish(rows, known)
-        for row, num_tokens in zip(rows[filling].tolist(), known[filling].tolist(), strict=True):
-            table.flush(row)
-            sequence = table.state(row).sequence
-            core.manager.publish(row, sequence, num_tokens, step=core.in_flight[-1].step_id)
+        written = table.num_computed[rows] - table.num_in_flight[rows]
+        publish_filled(core, rows, written, step=step)
 
     def _add_departed(self, result: StepResult, departed: list[tuple[RequestState, int]]) -> None:
         for state, token in departed:

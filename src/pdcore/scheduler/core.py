@@ -136,8 +136,11 @@ class Core:
             self.departed[row, epoch] = state
             state.num_late_tokens = num_in_flight
         self.manager.free(row)
-        restore = table.release(row)
         self.finished_rows.append(row)
+        if not self.recording:
+            table.release(row)
+            return
+        restore = table.release_undoably(row)
 
         def undo() -> None:
             self.finished_rows.pop()
@@ -145,7 +148,7 @@ class Core:
             self.departed.pop((row, epoch), None)
             state.num_late_tokens = 0
 
-        self.record(undo)
+        self.undo.append(undo)
 
     def take_late(self, row: int, epoch: int) -> RequestState | None:
         """Who expected a draw of a row that they had; they expect one less from now on."""

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
+_NO_ROWS = np.zeros(0, np.int32)
+
 
 class Dispatch:
     """Advances the counters of the rows that run and describes the step to the workers.
@@ -34,28 +36,36 @@ class Dispatch:
         """Advance the counters of the rows that run, and put the plan into words."""
         core, table = self._core, self._core.table
         rows, num_tokens = plan.all_rows()
-        computed = table.num_computed[rows]
+        batch = table.batch_of(rows)
+        index = rows if batch is None else batch.index
+        computed = table.num_computed[index].copy()
         after = computed + num_tokens
-        samples = after == table.num_tokens[rows] + table.num_in_flight[rows]
-        table.num_computed[rows] = after
-        table.num_in_flight[rows] += samples
+        if batch is not None and num_tokens is batch.ones:
+            samples, num_planned = batch.all_sample, rows.size
+        else:
+            samples = after == table.num_tokens[rows] + table.num_in_flight[rows]
+            num_planned = int(num_tokens.sum())
+            table.is_level = rows.size == len(table) and bool(samples.all())
+        table.num_computed[index] = after
+        table.num_in_flight[index] += samples
         core.counters.num_steps += 1
-        core.counters.num_scheduled_tokens += int(num_tokens.sum())
+        core.counters.num_scheduled_tokens += num_planned
         new_reqs, delta = self._describe_new(plan, rows, computed)
         finished_rows, core.finished_rows = core.finished_rows, []
 
         def undo() -> None:
             core.finished_rows = finished_rows
+            table.is_level = False
             table.num_computed[rows] = computed
             table.num_in_flight[rows] -= samples
             core.counters.num_steps -= 1
-            core.counters.num_scheduled_tokens -= int(num_tokens.sum())
+            core.counters.num_scheduled_tokens -= num_planned
 
         core.record(undo)
         output = SchedulerOutput(
             step_id=plan.step_id,
             rows=rows,
-            epochs=table.epoch[rows],
+            epochs=table.epoch[rows] if batch is None else batch.epochs,
             num_scheduled_tokens=num_tokens,
             num_computed_tokens=computed,
             samples=samples,
@@ -63,7 +73,7 @@ class Dispatch:
             block_rows=delta.rows,
             block_positions=delta.positions,
             block_ids=delta.ids,
-            finished_rows=np.array(finished_rows, np.int32),
+            finished_rows=np.array(finished_rows, np.int32) if finished_rows else _NO_ROWS,
         )
         return output if core.connector is None else self._with_meta(output)
 

@@ -14,6 +14,8 @@ __all__ = ["Plan"]
 
 Int32Array = npt.NDArray[np.int32]
 
+_NO_ROWS = np.zeros(0, np.int32)
+
 
 @attrs.define(eq=False)
 class Plan:
@@ -32,8 +34,8 @@ class Plan:
     step_id: int
     token_budget: int
     now: float
-    rows: Int32Array = attrs.field(factory=lambda: np.zeros(0, np.int32))
-    num_tokens: Int32Array = attrs.field(factory=lambda: np.zeros(0, np.int32))
+    rows: Int32Array = _NO_ROWS
+    num_tokens: Int32Array = _NO_ROWS
     admitted_rows: list[int] = attrs.field(factory=list)
     admitted_tokens: list[int] = attrs.field(factory=list)
     deltas: list[BlockTableDelta] = attrs.field(factory=list)

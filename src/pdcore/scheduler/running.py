@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import RunningView, SchedulingPolicy
+from pdcore.scheduler.publishing import publish_filled
 
 __all__ = ["RunningPass", "running_view"]
 
@@ -47,9 +48,9 @@ class RunningPass:
     def run(self, plan: Plan) -> None:
         """Fill in ``plan.rows`` and ``plan.num_tokens`` and advance those rows' counters."""
         core, table, manager = self._core, self._core.table, self._core.manager
-        if not len(table):
+        if not len(table) or self._take_a_token_each(plan):
             return
-        rows = table.running.copy()
+        rows = table.batch.rows
         want = self._wanted(rows)
         if self._has_chunk_hook and (want > 1).any():
             want = self._chunked(rows, want, plan.token_budget)
@@ -76,6 +77,33 @@ class RunningPass:
         plan.rows, plan.num_tokens = rows, take
         plan.token_budget -= int(take.sum())
         self._publish(plan)
+
+    def _take_a_token_each(self, plan: Plan) -> bool:
+        """Plan a decode step for everybody, if that is all there is to plan: most steps are so."""
+        core, table, manager = self._core, self._core.table, self._core.manager
+        batch = table.batch
+        num_rows = batch.rows.size
+        if not table.is_level or num_rows > plan.token_budget or manager.sliding_window is not None:
+            return False
+        computed = table.num_computed[batch.index]
+        if core.in_flight and (
+            table.num_with_matcher or np.count_nonzero(computed + 1 >= table.limit[batch.index])
+        ):
+            return False
+        full = manager.full_rows(batch.index, computed)
+        num_full = np.count_nonzero(full)
+        if num_full:
+            if num_full > manager.pool.num_free_blocks:
+                return False
+            plan.deltas.append(manager.add_blocks(batch.rows[full]))
+        plan.rows, plan.num_tokens = batch.rows, batch.ones
+        plan.token_budget -= num_rows
+        if manager.enable_prefix_caching:
+            known = np.minimum(computed + 1, table.num_tokens[batch.index])
+            filling = manager.filling(batch.index, known)
+            if np.count_nonzero(filling):
+                publish_filled(core, batch.rows[filling], known[filling], step=plan.step_id)
+        return True
 
     def _wanted(self, rows: Int32Array) -> Int32Array:
         """How many tokens each row is behind, within its cap."""
@@ -193,13 +221,8 @@ class RunningPass:
 
     def _publish(self, plan: Plan) -> None:
         """Publish the blocks that this step fills, so that admissions can share them."""
-        table, manager = self._core.table, self._core.manager
+        table = self._core.table
         known = np.minimum(
             table.num_computed[plan.rows] + plan.num_tokens, table.num_tokens[plan.rows]
         )
-        filling = manager.rows_to_publish(plan.rows, known)
-        for row, num_tokens in zip(
-            plan.rows[filling].tolist(), known[filling].tolist(), strict=True
-        ):
-            table.flush(row)
-            manager.publish(row, table.state(row).sequence, num_tokens, step=plan.step_id)
+        publish_filled(self._core, plan.rows, known, step=plan.step_id)

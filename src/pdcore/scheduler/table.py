@@ -5,14 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from pdcore.scheduler.state import RequestState
 
-__all__ = ["RequestTable"]
+__all__ = ["RequestTable", "RunningBatch"]
 
 Rows = npt.NDArray[np.int32]
+
+
+@attrs.frozen(eq=False)
+class RunningBatch:
+    """All running rows, as the messages of a step name them.
+
+    One object serves every step until a row is given out or taken back, so that a step of decodes
+    makes none of these arrays anew.
+
+    Args:
+        rows: int32 (n,), in running order.
+        index: selects the rows from a column: a slice where they lie side by side, in order.
+        epochs: int32 (n,).
+        request_ids: one for each row.
+        ones: int32 (n,), one token for each.
+        all_sample: bool (n,), each draws.
+    """
+
+    rows: Rows
+    index: slice | Rows
+    epochs: Rows
+    request_ids: list[str]
+    ones: Rows
+    all_sample: npt.NDArray[np.bool_]
 
 
 class RequestTable:
@@ -26,8 +51,11 @@ class RequestTable:
     computed or planned; ``num_in_flight``, planned draws whose token is not in; ``limit``, the most
     tokens it can come to; ``min_tokens``, before so many it does not stop; ``eos``,
     ``has_stop_ids``, ``has_matcher``; ``needs_refresh``, workers must be told of it afresh;
-    ``priority``, ``arrival_time``. ``tail`` (rows, block_size) holds the tokens of the last,
-    partial block: token ``p`` of a row at ``tail[row, p % block_size]``.
+    ``priority``, ``arrival_time``. ``tail`` (rows, block_size) holds the tokens of the last block,
+    partial or just full: token ``p`` of a row at ``tail[row, p % block_size]``.
+
+    While ``is_level``, every row lacks exactly one token: the last plan took them all as far as
+    they were known.
 
     Args:
         num_rows: how many there are.
@@ -69,6 +97,7 @@ class RequestTable:
         )
         self.request_ids = np.full(num_rows, None, np.object_)
         self.states: list[RequestState | None] = [None] * num_rows
+        self.num_with_eos = 0
         self.num_with_stop_ids = 0
         self.num_with_matcher = 0
         self.num_to_refresh = 0
@@ -77,6 +106,8 @@ class RequestTable:
         self._order = np.zeros(num_rows, np.int32)
         self._num_running = 0
         self._free = list(range(num_rows - 1, -1, -1))
+        self._batch: RunningBatch | None = None
+        self.is_level = False
 
     def __len__(self) -> int:
         return self._num_running
@@ -85,6 +116,29 @@ class RequestTable:
     def running(self) -> Rows:
         """int32: the rows in use, in running order. A view, valid until the next change."""
         return self._order[: self._num_running]
+
+    @property
+    def batch(self) -> RunningBatch:
+        """All running rows; the same object as long as nobody joins or leaves."""
+        batch = self._batch
+        if batch is None:
+            rows = self.running.copy()
+            start, end = (int(rows[0]), int(rows[-1]) + 1) if rows.size else (0, 0)
+            in_order = end - start == rows.size and bool((np.diff(rows) == 1).all())
+            batch = self._batch = RunningBatch(
+                rows,
+                slice(start, end) if in_order else rows,
+                self.epoch[rows],
+                self.request_ids[rows].tolist(),
+                np.ones(rows.size, np.int32),
+                np.ones(rows.size, np.bool_),
+            )
+        return batch
+
+    def batch_of(self, rows: Rows) -> RunningBatch | None:
+        """The batch whose ``rows`` these are, if they still are all that run."""
+        batch = self._batch
+        return batch if batch is not None and batch.rows is rows else None
 
     @property
     def is_full(self) -> bool:
@@ -115,23 +169,28 @@ class RequestTable:
         self.has_matcher[row] = state.matcher is not None
         self.priority[row] = request.priority
         self.arrival_time[row] = state.arrival_time
-        partial = num_tokens % self.block_size
-        if partial:
-            self.tail[row, :partial] = state.sequence.slice(num_tokens - partial, num_tokens)
+        start = (num_tokens - 1) // self.block_size * self.block_size
+        self.tail[row, : num_tokens - start] = state.sequence.slice(start, num_tokens)
         self._attach(row, state)
         self._order[self._num_running] = row
         self._num_running += 1
         return row
 
-    def release(self, row: int) -> Callable[[], None]:
-        """Take a row back; return what undoes it. The row's tokens must be flushed first."""
-        state = self.state(row)
-        place = int(np.flatnonzero(self.running == row)[0])
-        columns = [(column, column[row].copy()) for column in self._columns]
-        self._order[place : self._num_running - 1] = self._order[place + 1 : self._num_running]
+    def release(self, row: int) -> int:
+        """Take a row back; return its place in running order. Its tokens must be flushed first."""
+        order, end = self._order, self._num_running
+        place = int(np.flatnonzero(order[:end] == row)[0])
+        order[place : end - 1] = order[place + 1 : end]
         self._num_running -= 1
         self._detach(row)
         self._free.append(row)
+        return place
+
+    def release_undoably(self, row: int) -> Callable[[], None]:
+        """`release` a row; return what undoes it."""
+        state = self.state(row)
+        columns = [(column, column[row].copy()) for column in self._columns]
+        place = self.release(row)
 
         def undo() -> None:
             self._free.remove(row)
@@ -156,6 +215,15 @@ class RequestTable:
             offset = start % self.block_size
             sequence.append(self.tail[row, offset : offset + end - start])
 
+    def flush_full(self, rows: Rows) -> None:
+        """`flush` for rows whose last token has just filled their block. Costs little a row."""
+        data = self.tail[rows].tobytes()
+        width = 4 * self.block_size
+        for place, row in enumerate(rows.tolist()):
+            sequence = self.state(row).sequence
+            start = 4 * (len(sequence) % self.block_size)
+            sequence.append_bytes(data[place * width + start : (place + 1) * width])
+
     def refresh(self, rows: Rows, *, needed: bool) -> None:
         """Mark rows that the workers must be told of afresh, or that they were told of."""
         self.needs_refresh[rows] = needed
@@ -174,19 +242,23 @@ class RequestTable:
         return b"".join([*(column.tobytes() for column in columns), *tails, refresh, free])
 
     def _attach(self, row: int, state: RequestState) -> None:
+        self._batch = None
         state.row = row
         self.states[row] = state
         self.request_ids[row] = state.request_id
+        self.num_with_eos += bool(self.eos[row] >= 0)
         self.num_with_stop_ids += bool(self.has_stop_ids[row])
         self.num_with_matcher += bool(self.has_matcher[row])
         self.num_to_refresh += bool(self.needs_refresh[row])
 
     def _detach(self, row: int) -> None:
+        self._batch = None
         self.state(row).row = -1
         # Matches no epoch that was ever given out, so whatever still comes for the row is late.
         self.epoch[row] = 0
         self.states[row] = None
         self.request_ids[row] = None
+        self.num_with_eos -= bool(self.eos[row] >= 0)
         self.num_with_stop_ids -= bool(self.has_stop_ids[row])
         self.num_with_matcher -= bool(self.has_matcher[row])
         if self.needs_refresh[row]:

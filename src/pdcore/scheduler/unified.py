@@ -21,6 +21,7 @@ from pdcore.messages import (
     RequestOutput,
     SchedulerOutput,
     StepResult,
+    TransferReport,
 )
 from pdcore.request import FinishReason, Request, RequestStatus
 from pdcore.scheduler.abandon import take_back, undo_exactly
@@ -129,8 +130,7 @@ class UnifiedScheduler(Scheduler):
             )
         refuse_what_cannot_fit(core, request)
         now = core.clock.now()
-        if request.arrival_time is None:
-            request = attrs.evolve(request, arrival_time=now)
+        request = request.arriving_at(now)
         key = policy_key(core, request)
         self._num_added += 1
         uid = self._num_added
@@ -221,9 +221,7 @@ class UnifiedScheduler(Scheduler):
             )
         refuse_mismatch(output, model_output)
         del core.in_flight[0]
-        if core.connector is not None:
-            core.connector.update_connector_output(model_output.transfer_report)
-            core.has_news |= bool(model_output.transfer_report)
+        self._take_report(model_output.transfer_report)
         result = self._commit.run(output, model_output)
         if type(core.policy).observe is not SchedulingPolicy.observe:
             try:
@@ -233,7 +231,13 @@ class UnifiedScheduler(Scheduler):
                 core.counters.num_policy_errors += 1
         return result
 
-    def abandon(self, output: SchedulerOutput, *, dispatched: bool = False) -> None:
+    def abandon(
+        self,
+        output: SchedulerOutput,
+        *,
+        dispatched: bool = False,
+        transfer_report: TransferReport | None = None,
+    ) -> None:
         core = self._core
         if not core.in_flight or core.in_flight[-1] is not output:
             raise OutputOrder(
@@ -243,6 +247,8 @@ class UnifiedScheduler(Scheduler):
         core.in_flight.pop()
         self._last_plan = None
         take_back(core, output, dispatched=dispatched)
+        if transfer_report is not None:
+            self._take_report(transfer_report)
 
     def drain(self) -> tuple[RequestOutput, ...]:
         outbox, self._core.outbox = self._core.outbox, []
@@ -261,7 +267,7 @@ class UnifiedScheduler(Scheduler):
 
     def has_work(self) -> bool:
         core = self._core
-        if core.outbox or core.failing or core.finished_rows or core.has_news:
+        if core.in_flight or core.outbox or core.failing or core.finished_rows or core.has_news:
             return True
         if any(future.done() for future in core.compiling.values()):
             return True
@@ -386,12 +392,18 @@ class UnifiedScheduler(Scheduler):
         deadline = core.clock.now() + core.limits.grammar_timeout_s
         core.alarms.set(("grammar", state.uid), deadline)
 
+    def _take_report(self, report: TransferReport) -> None:
+        core = self._core
+        if core.connector is not None:
+            core.connector.update_connector_output(report)
+            core.has_news |= bool(report)
+
     def _make(self, plan: Plan) -> None:
         """Decide what runs."""
         core = self._core
         self._running.run(plan)
         self._admission.run(plan)
-        if plan.preempted and not plan.rows.size:
+        if plan.preempted and not plan.rows.size and len(core.landed):
             # Everybody gave way to blocks that loads hold: let those go on now.
             plan.preempted = False
             self._admission.run(plan)

@@ -118,7 +118,12 @@ class NaiveBlockPool(BlockPool):
         return sum(block in self._state.evictable for block in ids.tolist())
 
     def publish(
-        self, ids: BlockIds, keys: Sequence[bytes], step: int, *, parent: bytes | None = None
+        self,
+        ids: BlockIds,
+        keys: Sequence[bytes],
+        step: int,
+        *,
+        parents: Sequence[bytes | None] | None = None,
     ) -> None:
         blocks = self._real(ids)
         if len(blocks) != len(keys) or len(set(blocks)) != len(blocks):
@@ -126,12 +131,13 @@ class NaiveBlockPool(BlockPool):
         for block in blocks:
             if block in self._state.keys or not self._has_owner(block):
                 raise BlockMisuse(f"publish: block {block} has a key already, or no owner")
-        for block, key in zip(blocks, keys, strict=True):
+        if parents is None:
+            parents = [None, *keys[:-1]][: len(keys)]
+        for block, key, parent in zip(blocks, keys, parents, strict=True):
             self._state.keys[block] = key
             self._state.parents[block] = parent
             self._state.index.setdefault(key, []).append(block)
             self._state.provisional[block] = step
-            parent = key
 
     def begin(self, step: int) -> None:
         self._saved = (step, self._state.copy())

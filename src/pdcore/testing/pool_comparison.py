@@ -244,9 +244,9 @@ class PoolComparison(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(chain) - 1), label="start")
         most = min(len(blocks), len(chain) - start)
         n = data.draw(st.integers(min(1, most), most), label="n")
-        parent = chain[start - 1] if start else None
+        parents = None if start == 0 else chain[start - 1 : start + n - 1]
         keys = chain[start : start + n]
-        self._same("publish", block_array(blocks[:n]), keys, self.step, parent=parent)
+        self._same("publish", block_array(blocks[:n]), keys, self.step, parents=parents)
 
     def _plain_blocks(self) -> list[int]:
         """Blocks that may get a key."""

@@ -1,0 +1,42 @@
+"""Publishing the blocks of running rows, so that others can share them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.scheduler.core import Core
+
+__all__ = ["publish_filled"]
+
+Int32Array = npt.NDArray[np.int32]
+
+
+def publish_filled(core: Core, rows: Int32Array, known: Int32Array, *, step: int) -> None:
+    """Publish the blocks that became full.
+
+    Args:
+        core: the scheduler's state.
+        rows: int32, running rows.
+        known: int32, for each, how many of its tokens are known and computed when ``step`` is done.
+        step: the step that fills the blocks.
+    """
+    table, manager = core.table, core.manager
+    if not manager.enable_prefix_caching:
+        return
+    filling = manager.filling(rows, known)
+    if not filling.all():
+        rows, known = rows[filling], known[filling]
+    if not rows.size:
+        return
+    # A row that decodes fills the one block that its tail still holds.
+    positions = manager.num_published(rows)
+    decodes = (known == (positions + 1) * manager.block_size) & (known == table.num_tokens[rows])
+    if decodes.all():
+        sequences = [table.state(row).sequence for row in rows.tolist()]
+        if [len(sequence.keys) for sequence in sequences] == positions.tolist():
+            manager.publish_tails(rows, sequences, table.tail[rows], step=step)
+            return
+    for row, num_tokens in zip(rows.tolist(), known.tolist(), strict=True):
+        table.flush(row)
+        manager.publish(row, table.state(row).sequence, num_tokens, step=step)
