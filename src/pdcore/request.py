@@ -105,6 +105,8 @@ def _finite_at_least_zero(name: str, value: float) -> None:
 
 
 def _stop_token_ids(values: Iterable[int]) -> tuple[int, ...]:
+    if values == ():
+        return ()
     try:
         ids = tuple(operator.index(value) for value in values)
     except TypeError:

@@ -104,6 +104,15 @@ class BlockPool(ABC):
             BlockMisuse: a block has fewer references than it is mentioned.
         """
 
+    def release_each(self, groups: Sequence[BlockIds]) -> None:
+        """`release` each group, one after the other: requests that end in the same step.
+
+        Raises:
+            BlockMisuse: as `release`; groups before the one that is refused may stay released.
+        """
+        for ids in groups:
+            self.release(ids)
+
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> BlockIds:
         """Return the blocks that hold the longest known prefix of the chained ``keys``.

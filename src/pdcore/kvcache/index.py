@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 __all__ = ["PrefixIndex"]
 
@@ -23,21 +24,20 @@ class PrefixIndex:
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
         """Return one block for each key up to the first unknown one. Cost: O(blocks found)."""
-        found: list[int] = []
         get = self._blocks.get
-        for key in keys:
-            entry = get(key)
-            if entry is None:
-                break
-            found.append(entry if isinstance(entry, int) else entry[0])
-        return found
+        if not keys or get(keys[0]) is None:
+            return []
+        entries = list(map(get, keys))
+        if None in entries:
+            entries = entries[: entries.index(None)]
+        return [entry if isinstance(entry, int) else entry[0] for entry in entries]  # type: ignore[index]
 
     def blocks(self, key: bytes) -> tuple[int, ...]:
         """All blocks with this key, the first published first."""
         entry = self._blocks.get(key, ())
         return (entry,) if isinstance(entry, int) else entry
 
-    def add(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+    def add(self, keys: Sequence[bytes], blocks: Iterable[int]) -> None:
         """Make each key lead to one more block."""
         setdefault = self._blocks.setdefault
         for key, block in zip(keys, blocks, strict=True):
@@ -47,12 +47,11 @@ class PrefixIndex:
 
     def remove(self, keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[int, ...] | int]:
         """Make each key lead to one block less; return what `restore` needs to undo it."""
-        known = self._blocks
-        before = [known[key] for key in keys]
-        if before == blocks and len(set(keys)) == len(keys):
-            for key in keys:
-                del known[key]
+        before = list(map(self._blocks.pop, keys, repeat(())))
+        if before == blocks:
             return before
+        # Some keys lead to several blocks: one by one, from the start.
+        self._blocks.update((key, entry) for key, entry in zip(keys, before, strict=True) if entry)
         return [self._remove(key, block) for key, block in zip(keys, blocks, strict=True)]
 
     def restore(self, keys: Sequence[bytes], entries: Sequence[tuple[int, ...] | int]) -> None:

@@ -51,17 +51,24 @@ class BlockKeys:
         return keys
 
     def publish(
-        self, ids: BlockIds, keys: Sequence[bytes], step: int, parents: Parents | None
+        self,
+        ids: BlockIds,
+        blocks: dict[int, None],
+        keys: Sequence[bytes],
+        step: int,
+        parents: Parents | None,
     ) -> None:
-        """Give keyless blocks their keys."""
-        if not ids.size:
+        """Give keyless blocks their keys; ``blocks`` are ``ids`` again, each once."""
+        if not blocks:
             return
-        blocks = ids.tolist()
         self._index.add(keys, blocks)
         self._key[ids] = keys
         self.is_keyed[ids] = True
         self._writer[ids] = step
-        self._provisional.setdefault(step, {}).update(dict.fromkeys(blocks))
+        if step in self._provisional:
+            self._provisional[step].update(blocks)
+        else:
+            self._provisional[step] = blocks
         if self._parent is not None:
             self._parent.update(zip(blocks, parents or (None, *keys[:-1]), strict=True))
 
@@ -91,7 +98,7 @@ class BlockKeys:
         self.is_keyed[ids] = False
         self._writer[ids] = _WRITTEN
         provisional = writers != _WRITTEN
-        if provisional.any():
+        if np.count_nonzero(provisional):
             self._drop_provisional(ids[provisional].tolist(), writers[provisional].tolist())
         parents = self._forget_parents(blocks, keys, ids[~provisional])
 

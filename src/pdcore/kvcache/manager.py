@@ -38,6 +38,9 @@ class PrefixHit:
     num_tokens: int
 
 
+_NO_HIT = PrefixHit(_NO_BLOCKS, 0)
+
+
 @attrs.frozen(eq=False)
 class BlockTableDelta:
     """Changes to block tables: ``table[rows[i], positions[i]] = ids[i]``, all int32."""
@@ -167,9 +170,11 @@ class KVCacheManager:
         dictionary look-up a block.
         """
         if not self.enable_prefix_caching:
-            return PrefixHit(_NO_BLOCKS, 0)
+            return _NO_HIT
         self._extend_keys(sequence)
         ids = self.pool.lookup(sequence.keys[: (len(sequence) - 1) // self.block_size])
+        if not ids.size:
+            return _NO_HIT
         num_tokens = ids.size * self.block_size
         if self.sliding_window is not None:
             ids[: max(self._blocks_behind_window(num_tokens), 0)] = 0
@@ -201,9 +206,12 @@ class KVCacheManager:
         """
         full = self.max_blocks_for(must_fit_tokens, chunk=chunk)
         num_fresh = self.blocks_for(num_tokens) - hit.block_ids.size
-        needed = max(full - int(np.count_nonzero(hit.block_ids)), num_fresh)
-        needed += self.pool.num_evictable(hit.block_ids)
         available = self.pool.num_free_blocks - num_reserved
+        if not hit.block_ids.size:
+            needed = max(full, num_fresh)
+        else:
+            needed = max(full - int(np.count_nonzero(hit.block_ids)), num_fresh)
+            needed += self.pool.num_evictable(hit.block_ids)
         if needed > available:
             raise OutOfBlocks(needed, max(available, 0))
         if not hit.block_ids.size:
@@ -220,7 +228,9 @@ class KVCacheManager:
         self.block_table[row, : block_ids.size] = block_ids
         self.num_blocks[row] = block_ids.size
         self._num_published[row] = num_published
-        self._num_pruned[row] = np.count_nonzero(block_ids == 0)
+        self._num_pruned[row] = 0
+        if self.sliding_window is not None:
+            self._num_pruned[row] = np.count_nonzero(block_ids == 0)
         self._record(lambda: self.num_blocks.__setitem__(row, 0))
 
     def needed_blocks(self, rows: Rows, num_tokens: npt.NDArray[np.int32]) -> Rows:
@@ -289,7 +299,8 @@ class KVCacheManager:
         self._extend_keys(sequence)
         self._num_published[row] = after
         self._record(lambda: self._num_published.__setitem__(row, before))
-        self._publish(self.block_table[row, before:after], sequence, before, step)
+        # A copy: undoing a later change puts other blocks into this stretch of the table.
+        self._publish(self.block_table[row, before:after].copy(), sequence, before, step)
 
     def publish_tails(
         self,
@@ -376,6 +387,15 @@ class KVCacheManager:
 
         self._record(undo)
 
+    def free_rows(self, rows: list[int]) -> None:
+        """`free` each row, in order, at once; cannot be rolled back."""
+        counts = self.num_blocks[rows].tolist()
+        table = self.block_table
+        self.pool.release_each(
+            [table[row, :count][::-1] for row, count in zip(rows, counts, strict=True)]
+        )
+        self.num_blocks[rows] = 0
+
     def check(self, rows: Rows) -> None:
         """Audit the pool and the tables of the rows in use."""
         self.pool.check()
@@ -410,7 +430,7 @@ class KVCacheManager:
     def _extend_keys(self, sequence: TokenSequence) -> None:
         start, end = len(sequence.keys), len(sequence)
         if end - start * self.block_size >= self.block_size:
-            tokens = sequence.slice(start * self.block_size, end)
+            tokens = sequence.slice(start * self.block_size, end) if start else sequence.tokens()
             sequence.keys += self.hasher.chain(self._last_key(sequence), tokens, start=start)
 
     def _last_key(self, sequence: TokenSequence) -> bytes:

@@ -85,32 +85,37 @@ class LRUBlockPool(BlockPool):
 
     def retain(self, ids: BlockIds) -> None:
         ids = self._in_range(ids)
-        num_refs = self._num_refs
-        if not num_refs[ids].all():
+        if np.count_nonzero(self._num_refs[ids]) != ids.size:
             ownerless = self._ownerless(ids)
             if not self._evictable.contains(ownerless).all():
                 raise BlockMisuse(
                     f"retain({ids.tolist()}): a free block cannot be retained, only allocated"
                 )
             self._record(self._evictable.discard(ownerless))
-        np.add.at(num_refs, ids, 1)
-        num_refs[0] = _NULL_REFS
-        self._record(lambda: self._drop_refs(ids))
+        self._add_refs(ids)
+        self._record(lambda: self._take_refs_back(ids))
 
     def release(self, ids: BlockIds) -> None:
         ids = self._in_range(ids)
-        self._drop_refs(ids)
-        left = self._num_refs[ids]
-        lowest = left.min() if ids.size else 1
-        if lowest < 0:
-            self._add_refs(ids)
-            raise BlockMisuse(
-                f"release({ids.tolist()}): blocks {ids[left < 0].tolist()} have fewer references "
-                "than that. Each retain or allocate allows one release."
-            )
-        self._record(lambda: self._add_refs(ids))
-        if lowest == 0:
+        if self._drop_refs(ids):
             self._give_back(self._ownerless(ids))
+
+    def release_each(self, groups: Sequence[BlockIds]) -> None:
+        if len(groups) < 2:
+            for group in groups:
+                self.release(group)
+            return
+        ids = self._in_range(np.concatenate(groups))
+        if self._drop_refs(ids):
+            loose = self._ownerless(ids)
+            keyed = self._keys.is_keyed[loose]
+            self._give_back(loose[keyed])
+            plain = loose[~keyed]
+            if plain.size:
+                # The group released last is reused first; within a group, the order stays.
+                group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])
+                self._scratch[ids] = group_of
+                self._give_back(plain[np.argsort(-self._scratch[plain], kind="stable")])
 
     def lookup(self, keys: Sequence[bytes]) -> BlockIds:
         return np.array(self._keys.lookup(keys), np.int32)
@@ -129,17 +134,22 @@ class LRUBlockPool(BlockPool):
         ids = self._in_range(ids)
         if ids.size != len(keys):
             raise BlockMisuse(f"publish() got {ids.size} blocks and {len(keys)} keys")
-        if self._distinct(ids).size != ids.size:
+        blocks = dict.fromkeys(ids.tolist())
+        if len(blocks) != ids.size:
             raise BlockMisuse(f"publish({ids.tolist()}) names a block twice: each gets one key")
         owned = self._num_refs[ids] > 0
         if self._holds:
             owned |= self._num_holds[ids] > 0
-        fit = owned & ~self._keys.is_keyed[ids] & (ids != 0)
-        if not fit.all():
+        if (
+            np.count_nonzero(owned) != ids.size
+            or np.count_nonzero(self._keys.is_keyed[ids])
+            or 0 in blocks
+        ):
+            unfit = ids[~owned | self._keys.is_keyed[ids] | (ids == 0)]
             raise BlockMisuse(
-                f"blocks {ids[~fit].tolist()} cannot be published: they have a key or no owner"
+                f"blocks {unfit.tolist()} cannot be published: they have a key or no owner"
             )
-        self._keys.publish(ids, keys, step, parents)
+        self._keys.publish(ids, blocks, keys, step, parents)
         self._record(lambda: self._unpublish(ids))
 
     def begin(self, step: int) -> None:
@@ -298,33 +308,61 @@ class LRUBlockPool(BlockPool):
     def _in_range(self, ids: BlockIds) -> BlockIds:
         ids = np.asarray(ids, np.int32)
         # Seen without a sign, a negative number is out of range at the other end.
-        if ids.size and ids.view(np.uint32).max() >= self.num_blocks:
+        if np.count_nonzero(ids.view(np.uint32) >= self.num_blocks):
             raise BlockMisuse(f"blocks {ids.tolist()} are not all in 0..{self.num_blocks - 1}")
         return ids
 
     def _add_refs(self, ids: BlockIds) -> None:
-        np.add.at(self._num_refs, ids, 1)
+        if self._are_distinct(ids):
+            self._num_refs[ids] += 1
+        else:
+            np.add.at(self._num_refs, ids, 1)
         self._num_refs[0] = _NULL_REFS
 
-    def _drop_refs(self, ids: BlockIds) -> None:
+    def _take_refs_back(self, ids: BlockIds) -> None:
         np.subtract.at(self._num_refs, ids, 1)
         self._num_refs[0] = _NULL_REFS
+
+    def _drop_refs(self, ids: BlockIds) -> bool:
+        """Drop a reference for each mention; return whether a block has none left."""
+        num_refs = self._num_refs
+        before = num_refs[ids]
+        if self._are_distinct(ids):
+            left = before - 1
+            num_refs[ids] = left
+        else:
+            np.subtract.at(num_refs, ids, 1)
+            left = num_refs[ids]
+        if np.count_nonzero(left < 0):
+            num_refs[ids] = before
+            raise BlockMisuse(
+                f"release({ids.tolist()}): blocks {ids[left < 0].tolist()} have fewer references "
+                "than that. Each retain or allocate allows one release."
+            )
+        num_refs[0] = _NULL_REFS
+        self._record(lambda: self._add_refs(ids))
+        return bool(np.count_nonzero(left) != ids.size)
 
     def _ownerless(self, ids: BlockIds) -> BlockIds:
         """Those without a reference or a hold, each once, in the order of their last mention."""
         ownerless = self._num_refs[ids] == 0
         if self._holds:
             ownerless &= self._num_holds[ids] == 0
-        return self._distinct(ids if ownerless.all() else ids[ownerless])
+        all_are = np.count_nonzero(ownerless) == ids.size
+        return self._distinct(ids if all_are else ids[ownerless])
 
     def _distinct(self, ids: BlockIds) -> BlockIds:
         """Drop all but the last mention of each block, keeping the order."""
-        if ids.size < 2:
-            return ids
+        return ids if self._are_distinct(ids) else ids[self._last_mentions(ids)]
+
+    def _are_distinct(self, ids: BlockIds) -> bool:
+        return ids.size < 2 or np.count_nonzero(self._last_mentions(ids)) == ids.size
+
+    def _last_mentions(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
         places = np.arange(ids.size, dtype=np.int32)
         self._scratch[ids] = places
-        kept = self._scratch[ids] == places
-        return ids if kept.all() else ids[kept]
+        last: npt.NDArray[np.bool_] = self._scratch[ids] == places
+        return last
 
     def _pop_free(self, n: int) -> BlockIds:
         self._num_free -= n
@@ -347,6 +385,8 @@ class LRUBlockPool(BlockPool):
 
     def _give_back(self, ids: BlockIds) -> None:
         """Blocks that just lost their last owner become evictable, or free without a key."""
+        if not ids.size:
+            return
         keyed = self._keys.is_keyed[ids]
         num_keyed = np.count_nonzero(keyed)
         if num_keyed:

@@ -24,27 +24,33 @@ class TokenSequence:
         lora: only sequences with equal adapters share blocks.
     """
 
-    __slots__ = ("_output", "_prompt", "cache_salt", "keys", "lora")
+    __slots__ = ("_length", "_output", "_prompt", "cache_salt", "keys", "lora")
 
     def __init__(
         self, prompt: TokenIds, *, cache_salt: str | None = None, lora: str | None = None
     ) -> None:
         self._prompt = prompt
+        self._length: int = prompt.size
         self._output = bytearray()
         self.cache_salt = cache_salt
         self.lora = lora
         self.keys: list[bytes] = []
 
     def __len__(self) -> int:
-        return self._prompt.size + len(self._output) // _TOKEN_BYTES
+        return self._length
 
     def append(self, tokens: TokenIds) -> None:
         """Add tokens at the end. Cost: amortised O(len(tokens))."""
-        self._output += np.ascontiguousarray(tokens, np.int32).tobytes()
+        self.append_bytes(np.ascontiguousarray(tokens, np.int32).tobytes())
 
     def append_bytes(self, tokens: bytes) -> None:
         """Add tokens at the end, given as the bytes of an int32 array."""
         self._output += tokens
+        self._length += len(tokens) // _TOKEN_BYTES
+
+    def tokens(self) -> TokenIds:
+        """All tokens; the prompt's own array as long as there are no others."""
+        return self.slice(0, len(self)) if self._output else self._prompt
 
     def slice(self, start: int, end: int) -> TokenIds:
         """Tokens ``start`` to ``end``, as a copy that later appends do not change."""

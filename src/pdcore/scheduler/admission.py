@@ -25,6 +25,7 @@ __all__ = ["AdmissionPass"]
 logger = logging.getLogger(__name__)
 
 _NO_HIT = PrefixHit(np.zeros(0, np.int32), 0)
+_NO_MATCH = ExternalMatch(num_tokens=0)
 
 
 class AdmissionPass:
@@ -207,10 +208,10 @@ class AdmissionPass:
         core = self._core
         if state.block_ids is not None:
             # It was loaded before: its blocks are its own, and nobody is asked again.
-            return _NO_HIT, ExternalMatch(num_tokens=0)
+            return _NO_HIT, _NO_MATCH
         hit = core.manager.get_computed_blocks(state.sequence)
         if core.connector is None or not state.ask_connector:
-            return hit, ExternalMatch(num_tokens=0)
+            return hit, _NO_MATCH
         match = core.connector.get_num_new_matched_tokens(state.request, hit.num_tokens)
         if match is None or not match.num_tokens:
             return hit, match

@@ -56,7 +56,7 @@ class Commit:
             request_ids, index = batch.request_ids.copy(), batch.index
         else:
             current = table.epoch[rows] == model_output.epochs
-            if not current.all():
+            if np.count_nonzero(current) != rows.size:
                 departed = self._departed(model_output, ~current)
                 rows, tokens = rows[current], tokens[current]
             request_ids, index = table.request_ids[rows].tolist(), rows
@@ -146,17 +146,16 @@ class Commit:
     def _finish_all(
         self, rows: Int32Array, tokens: Int32Array, reasons: npt.NDArray[np.int8]
     ) -> dict[int, RequestOutput]:
+        """End the requests that have a reason to; return their events by place."""
         table = self._core.table
-        return {
-            place: self._finish(
-                table.state(int(rows[place])), int(tokens[place]), FinishReason(int(reasons[place]))
-            )
-            for place in np.flatnonzero(reasons).tolist()
-        }
-
-    def _finish(self, state: RequestState, token: int, reason: FinishReason) -> RequestOutput:
-        output = self._core.finish(state, reason, cause=_cause(state, token, reason))
-        return attrs.evolve(output, new_token_ids=(token,))
+        places = np.flatnonzero(reasons)
+        ends = []
+        for row, token, code in zip(
+            rows[places].tolist(), tokens[places].tolist(), reasons[places].tolist(), strict=True
+        ):
+            state, reason = table.state(row), FinishReason(code)
+            ends.append((state, reason, _cause(state, token, reason), token))
+        return dict(zip(places.tolist(), self._core.finish_running(ends), strict=True))
 
     def _publish(self, rows: Int32Array, step: int) -> None:
         """Publish blocks whose last token was not known yet when their step was planned.
@@ -173,7 +172,10 @@ class Commit:
             reason = self._append_late(state, token)
             index = len(result.request_ids)
             if reason is not None:
-                result.finished[index] = self._finish(state, token, reason)
+                cause = _cause(state, token, reason)
+                result.finished[index] = self._core.finish(
+                    state, reason, cause=cause, new_token_ids=(token,)
+                )
             result.request_ids.append(state.request_id)
             result.token_ids = np.append(result.token_ids, np.int32(token))
             result.finish_reasons = np.append(result.finish_reasons, np.int8(reason or 0))

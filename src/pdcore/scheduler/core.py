@@ -131,10 +131,8 @@ class Core:
         table, row = self.table, state.row
         table.flush(row)
         epoch = int(table.epoch[row])
-        num_in_flight = int(table.num_in_flight[row])
-        if num_in_flight and expects_late:
-            self.departed[row, epoch] = state
-            state.num_late_tokens = num_in_flight
+        if expects_late:
+            self._expect_late(state)
         self.manager.free(row)
         self.finished_rows.append(row)
         if not self.recording:
@@ -149,6 +147,13 @@ class Core:
             state.num_late_tokens = 0
 
         self.undo.append(undo)
+
+    def _expect_late(self, state: RequestState) -> None:
+        """Remember who has a row, if draws for it are in flight."""
+        num_in_flight = int(self.table.num_in_flight[state.row])
+        if num_in_flight:
+            self.departed[state.row, int(self.table.epoch[state.row])] = state
+            state.num_late_tokens = num_in_flight
 
     def take_late(self, row: int, epoch: int) -> RequestState | None:
         """Who expected a draw of a row that they had; they expect one less from now on."""
@@ -179,32 +184,72 @@ class Core:
         self.record(undo)
 
     def finish(
-        self, state: RequestState, reason: FinishReason, *, cause: str | None = None
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        *,
+        cause: str | None = None,
+        new_token_ids: tuple[int, ...] = (),
     ) -> RequestOutput:
         """End a request wherever it is, let go of all it has, and return its finish event.
 
         The caller delivers the event, exactly once.
         """
+        output = self._end(state, reason, cause, new_token_ids)
+        if state.row >= 0:
+            self.vacate(state)
+        return output
+
+    def finish_running(
+        self, ends: list[tuple[RequestState, FinishReason, str | None, int]]
+    ) -> list[RequestOutput]:
+        """`finish` for running requests that end with their new token, all at once.
+
+        Args:
+            ends: for each the request, why it ends, the cause in words, and the token.
+        """
+        outputs = [
+            self._end(state, reason, cause, (token,)) for state, reason, cause, token in ends
+        ]
+        rows = [state.row for state, *_ in ends]
+        if self.in_flight:
+            for state, *_ in ends:
+                self._expect_late(state)
+        self.manager.free_rows(rows)
+        self.table.release_rows(rows)
+        self.finished_rows += rows
+        return outputs
+
+    def _end(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        cause: str | None,
+        new_token_ids: tuple[int, ...],
+    ) -> RequestOutput:
+        """Finish a request, but leave it its row."""
         self.touch()
-        hand_over = self._tell_connector(state, reason)
+        hand_over = self._tell_connector(state, reason) if self.connector is not None else None
         if state.row >= 0:
             num_tokens = int(self.table.num_tokens[state.row])
-            self.vacate(state)
         else:
             num_tokens = len(state.sequence)
             self._leave_queues(state)
         move(state, RequestStatus.FINISHED)
         del self.requests[state.uid]
         del self.uids[state.request_id]
-        self.alarms.cancel(("request", state.uid))
+        if state.request.deadline is not None:
+            self.alarms.cancel(("request", state.uid))
         self.counters.num_finished += 1
+        num_prompt_tokens = state.request.num_prompt_tokens
         return RequestOutput(
             request_id=state.request_id,
+            new_token_ids=new_token_ids,
             finish_reason=reason,
             cause=cause,
             kv_transfer_params=hand_over.kv_transfer_params if hand_over else None,
-            num_prompt_tokens=state.request.num_prompt_tokens,
-            num_output_tokens=num_tokens - state.request.num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_tokens - num_prompt_tokens,
             num_cached_tokens=state.num_cached_tokens,
             num_external_tokens=state.num_external_tokens,
             num_preemptions=state.num_preemptions,
@@ -311,8 +356,7 @@ class Core:
 
     def _tell_connector(self, state: RequestState, reason: FinishReason) -> HandOver | None:
         """Tell the connector of a request's end, and keep the blocks it asks for."""
-        if self.connector is None:
-            return None
+        assert self.connector is not None
         blocks = self._finished_blocks(state, reason)
         try:
             hand_over = self.connector.request_finished(state.request, state.uid, blocks)

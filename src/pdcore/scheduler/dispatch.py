@@ -44,8 +44,8 @@ class Dispatch:
             samples, num_planned = batch.all_sample, rows.size
         else:
             samples = after == table.num_tokens[rows] + table.num_in_flight[rows]
-            num_planned = int(num_tokens.sum())
-            table.is_level = rows.size == len(table) and bool(samples.all())
+            num_planned = core.limits.max_num_batched_tokens - plan.token_budget
+            table.is_level = rows.size == len(table) == np.count_nonzero(samples)
         table.num_computed[index] = after
         table.num_in_flight[index] += samples
         core.counters.num_steps += 1
@@ -108,14 +108,15 @@ class Dispatch:
 
     def _new_request_data(self, row: int, num_computed: int) -> NewRequestData:
         core, table = self._core, self._core.table
-        table.flush(row)
         state = table.state(row)
+        if len(state.sequence) < table.num_tokens[row]:
+            table.flush(row)
         return NewRequestData(
             row=row,
             epoch=int(table.epoch[row]),
             uid=state.uid,
             request_id=state.request_id,
-            token_ids=state.sequence.slice(0, len(state.sequence)),
+            token_ids=state.sequence.tokens(),
             num_prompt_tokens=state.request.num_prompt_tokens,
             num_computed_tokens=num_computed,
             block_ids=core.manager.row_blocks(row),

@@ -18,7 +18,12 @@ class GrammarMatcher(ABC):
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Take the next token; return False when the grammar does not allow it."""
+        """Take the next token; return False when the grammar does not allow it.
+
+        Called once for every token that the request is given, the one that ends it included: where
+        an end-of-sequence token may come, `fill_bitmask` allows it, and so does this. After False
+        it is not called again.
+        """
 
     @abstractmethod
     def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:

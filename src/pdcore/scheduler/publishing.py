@@ -25,14 +25,15 @@ def publish_filled(core: Core, rows: Int32Array, known: Int32Array, *, step: int
     if not manager.enable_prefix_caching:
         return
     filling = manager.filling(rows, known)
-    if not filling.all():
-        rows, known = rows[filling], known[filling]
-    if not rows.size:
+    num_filling = np.count_nonzero(filling)
+    if not num_filling:
         return
+    if num_filling != rows.size:
+        rows, known = rows[filling], known[filling]
     # A row that decodes fills the one block that its tail still holds.
     positions = manager.num_published(rows)
     decodes = (known == (positions + 1) * manager.block_size) & (known == table.num_tokens[rows])
-    if decodes.all():
+    if np.count_nonzero(decodes) == rows.size:
         sequences = [table.state(row).sequence for row in rows.tolist()]
         if [len(sequence.keys) for sequence in sequences] == positions.tolist():
             manager.publish_tails(rows, sequences, table.tail[rows], step=step)

@@ -186,6 +186,19 @@ class RequestTable:
         self._free.append(row)
         return place
 
+    def release_rows(self, rows: list[int]) -> None:
+        """Take rows back, one after the other, without their tokens."""
+        if len(rows) == 1:
+            self.release(rows[0])
+            return
+        for row in rows:
+            self._detach(row)
+        running = self.running
+        kept = running[self.epoch[running] != 0]
+        self._order[: kept.size] = kept
+        self._num_running = kept.size
+        self._free += rows
+
     def release_undoably(self, row: int) -> Callable[[], None]:
         """`release` a row; return what undoes it."""
         state = self.state(row)

@@ -90,6 +90,15 @@ class BlockPoolMachine(PoolComparison):
         refs = [block for block, n in enumerate(self.model._state.num_refs) for _ in range(n)]
         self._same("release", block_array(refs[::-1]))
 
+    @rule(data=st.data())
+    def release_each(self, data: st.DataObject) -> None:
+        """Several requests end at once: as if they ended one after the other."""
+        refs = [block for block, n in enumerate(self.model._state.num_refs) for _ in range(n)]
+        order = data.draw(st.permutations(refs), label="order")
+        cuts = data.draw(st.lists(st.integers(0, len(refs)), max_size=3).map(sorted), label="cuts")
+        bounds = list(zip([0, *cuts], [*cuts, len(refs)], strict=True))
+        self._same("release_each", [block_array(order[start:end]) for start, end in bounds])
+
     # Keys.
 
     @rule(
