@@ -139,7 +139,7 @@ class Engine:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self.scheduler.add_request(
             Request(
-                request_id=f"request-{self.num_added}",
+                request_id=f"chatcmpl-{self.num_added:032x}",
                 prompt_token_ids=prompt,
                 sampling_params=sampling,
                 pooling_params=None,

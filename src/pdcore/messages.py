@@ -1,11 +1,12 @@
 """What travels round one step: plan, result, and what the application is told.
 
-All are frozen and picklable. Arrays are columns: entry ``i`` of every array in a group speaks of
+All are frozen and picklable; plans and results are written as packed columns (`pdcore.wire`). Arrays are columns: entry ``i`` of every array in a group speaks of
 the same row. Nobody writes to an array after its message is made.
 """
 
 from __future__ import annotations
 
+import operator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore import wire
 from pdcore.request import FinishReason, SamplingParams
 
 __all__ = [
@@ -136,6 +138,14 @@ class SchedulerOutput:
     finished_rows: Int32Array
     connector_meta: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        plan = wire.pack(_plan_columns(self))
+        blocks = wire.pack(_block_columns(self))
+        all_sample = np.count_nonzero(self.samples) == self.samples.size
+        samples = None if all_sample else np.packbits(self.samples).tobytes()
+        new_reqs = _pack_new_reqs(self.scheduled_new_reqs) if self.scheduled_new_reqs else None
+        return _read_output, (self.step_id, plan, blocks, samples, new_reqs, self.connector_meta)
+
     @property
     def total_num_scheduled_tokens(self) -> int:
         return int(self.num_scheduled_tokens.sum())
@@ -144,6 +154,100 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         """Whether the workers need not hear of this plan at all."""
         return not (self.rows.size or self.finished_rows.size) and self.connector_meta is None
+
+
+_plan_columns = operator.attrgetter(
+    "rows", "epochs", "num_scheduled_tokens", "num_computed_tokens", "finished_rows"
+)
+_block_columns = operator.attrgetter("block_rows", "block_positions", "block_ids")
+_new_request_facts = operator.attrgetter(
+    "row",
+    "epoch",
+    "uid",
+    "request_id",
+    "num_prompt_tokens",
+    "num_computed_tokens",
+    "cache_salt",
+    "lora",
+)
+
+
+def _pack_new_reqs(new_reqs: tuple[NewRequestData, ...]) -> tuple[Any, ...]:
+    """What workers must know of new rows; equal ways of drawing are written once."""
+    samplings: list[SamplingParams] = []
+    places: dict[Any, int] = {}
+    kinds = []
+    for new in new_reqs:
+        try:
+            kind = places.setdefault(new.sampling, len(samplings))
+        except TypeError:  # what a grammar is made from may have no hash
+            kind = len(samplings)
+        if kind == len(samplings):
+            samplings.append(new.sampling)
+        kinds.append(kind)
+    return (
+        list(map(_new_request_facts, new_reqs)),
+        wire.pack([new.token_ids for new in new_reqs]),
+        wire.pack([new.block_ids for new in new_reqs]),
+        samplings,
+        kinds,
+    )
+
+
+def _read_new_reqs(packed: tuple[Any, ...]) -> tuple[NewRequestData, ...]:
+    facts, tokens, blocks, samplings, kinds = packed
+    return tuple(
+        NewRequestData(
+            row=row,
+            epoch=epoch,
+            uid=uid,
+            request_id=request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+            block_ids=block_ids,
+            sampling=samplings[kind],
+            cache_salt=cache_salt,
+            lora=lora,
+        )
+        for (
+            (row, epoch, uid, request_id, num_prompt_tokens, num_computed_tokens, cache_salt, lora),
+            token_ids,
+            block_ids,
+            kind,
+        ) in zip(facts, wire.unpack(tokens), wire.unpack(blocks), kinds, strict=True)
+    )
+
+
+def _read_output(
+    step_id: int,
+    plan: wire.Columns,
+    blocks: wire.Columns,
+    samples: bytes | None,
+    new_reqs: tuple[Any, ...] | None,
+    connector_meta: Any,
+) -> SchedulerOutput:
+    rows, epochs, num_scheduled_tokens, num_computed_tokens, finished_rows = wire.unpack(plan)
+    block_rows, block_positions, block_ids = wire.unpack(blocks)
+    if samples is None:
+        draws = np.ones(rows.size, np.bool_)
+    else:
+        bits = np.frombuffer(samples, np.uint8)
+        draws = np.unpackbits(bits, count=rows.size).astype(np.bool_)
+    return SchedulerOutput(
+        step_id=step_id,
+        rows=rows,
+        epochs=epochs,
+        num_scheduled_tokens=num_scheduled_tokens,
+        num_computed_tokens=num_computed_tokens,
+        samples=draws,
+        scheduled_new_reqs=() if new_reqs is None else _read_new_reqs(new_reqs),
+        block_rows=block_rows,
+        block_positions=block_positions,
+        block_ids=block_ids,
+        finished_rows=finished_rows,
+        connector_meta=connector_meta,
+    )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -186,6 +290,24 @@ class ModelRunnerOutput:
     sampled_token_ids: Int32Array
     errors: tuple[RowError, ...] = ()
     transfer_report: TransferReport = TransferReport()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        width = self.sampled_token_ids.shape[1]
+        columns = wire.pack([self.rows, self.epochs, self.sampled_token_ids.ravel()])
+        return _read_result, (columns, width, self.errors, self.transfer_report)
+
+
+def _read_result(
+    columns: wire.Columns, width: int, errors: tuple[RowError, ...], report: TransferReport
+) -> ModelRunnerOutput:
+    rows, epochs, tokens = wire.unpack(columns)
+    return ModelRunnerOutput(
+        rows=rows,
+        epochs=epochs,
+        sampled_token_ids=tokens.reshape(rows.size, width),
+        errors=errors,
+        transfer_report=report,
+    )
 
 
 @attrs.frozen(kw_only=True)

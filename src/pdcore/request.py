@@ -202,12 +202,33 @@ class SamplingParams:
         if _reserved_values(self) != _RESERVED_DEFAULTS:
             self._refuse_reserved()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is as usual is not written, and what was checked once is not checked again.
+        changed = {
+            name: value
+            for name, value in zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True)
+            if value != _SAMPLING_DEFAULTS[name]
+        }
+        return _read_sampling, (changed,)
+
     def _refuse_reserved(self) -> None:
         for name, default in _RESERVED.items():
             if getattr(self, name) != default:
                 raise InvalidRequest(
                     f"{name}={getattr(self, name)!r} is not supported yet; leave it at {default!r}"
                 )
+
+
+_SAMPLING_FIELDS = tuple(field.name for field in attrs.fields(SamplingParams))
+_SAMPLING_DEFAULTS = {field.name: field.default for field in attrs.fields(SamplingParams)}
+_sampling_values = operator.attrgetter(*_SAMPLING_FIELDS)
+
+
+def _read_sampling(changed: dict[str, Any]) -> SamplingParams:
+    sampling: SamplingParams = object.__new__(SamplingParams)
+    for name, default in _SAMPLING_DEFAULTS.items():
+        object.__setattr__(sampling, name, changed.get(name, default))
+    return sampling
 
 
 def _packed(values: list[int] | tuple[int, ...]) -> npt.NDArray[np.int32] | None:

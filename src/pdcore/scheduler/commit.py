@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
