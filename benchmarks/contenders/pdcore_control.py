@@ -34,7 +34,9 @@ class Engine:
         """A new request for exactly so many tokens."""
         self.num_added += 1
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self.scheduler.add_request(Request(f"chatcmpl-{self.num_added:032x}", prompt, sampling=sampling))
+        self.scheduler.add_request(
+            Request(f"chatcmpl-{self.num_added:032x}", prompt, sampling=sampling)
+        )
 
     def step(self) -> StepResult:
         """One step, untimed."""

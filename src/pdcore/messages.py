@@ -1,7 +1,8 @@
 """What travels round one step: plan, result, and what the application is told.
 
-All are frozen and picklable; plans and results are written as packed columns (`pdcore.wire`). Arrays are columns: entry ``i`` of every array in a group speaks of
-the same row. Nobody writes to an array after its message is made.
+All are frozen and picklable; plans and results are written as packed columns (`pdcore.wire`).
+Arrays are columns: entry ``i`` of every array in a group speaks of the same row. Nobody writes to
+an array after its message is made.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore import wire
+from pdcore.masks import all_set
 from pdcore.request import FinishReason, SamplingParams
 
 __all__ = [
@@ -141,8 +143,7 @@ class SchedulerOutput:
     def __reduce__(self) -> tuple[Any, ...]:
         plan = wire.pack(_plan_columns(self))
         blocks = wire.pack(_block_columns(self))
-        all_sample = np.count_nonzero(self.samples) == self.samples.size
-        samples = None if all_sample else np.packbits(self.samples).tobytes()
+        samples = None if all_set(self.samples) else np.packbits(self.samples).tobytes()
         new_reqs = _pack_new_reqs(self.scheduled_new_reqs) if self.scheduled_new_reqs else None
         return _read_output, (self.step_id, plan, blocks, samples, new_reqs, self.connector_meta)
 

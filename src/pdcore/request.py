@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.errors import InvalidRequest
+from pdcore.masks import any_set
 
 __all__ = [
     "TRANSITIONS",
@@ -241,7 +242,7 @@ def _packed(values: list[int] | tuple[int, ...]) -> npt.NDArray[np.int32] | None
     except struct.error:
         return None
     ids = np.frombuffer(packed, np.int32)
-    return None if not ids.size or np.count_nonzero(ids < 0) else ids
+    return None if not ids.size or any_set(ids < 0) else ids
 
 
 def _as_token_array(values: Any) -> npt.NDArray[np.int32]:

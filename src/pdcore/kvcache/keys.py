@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pdcore.kvcache.events import BlockRemoved, BlockStored, CacheCleared, KVEvent
 from pdcore.kvcache.index import PrefixIndex
+from pdcore.masks import any_set
 
 __all__ = ["BlockKeys"]
 
@@ -98,7 +99,7 @@ class BlockKeys:
         self.is_keyed[ids] = False
         self._writer[ids] = _WRITTEN
         provisional = writers != _WRITTEN
-        if np.count_nonzero(provisional):
+        if any_set(provisional):
             self._drop_provisional(ids[provisional].tolist(), writers[provisional].tolist())
         parents = self._forget_parents(blocks, keys, ids[~provisional])
 

@@ -14,6 +14,7 @@ from pdcore.kvcache.events import KVEvent
 from pdcore.kvcache.eviction import EvictionOrder, LRUOrder
 from pdcore.kvcache.holds import Hold, HoldReason
 from pdcore.kvcache.keys import BlockKeys
+from pdcore.masks import all_set, any_set
 
 __all__ = ["LRUBlockPool"]
 
@@ -85,9 +86,9 @@ class LRUBlockPool(BlockPool):
 
     def retain(self, ids: BlockIds) -> None:
         ids = self._in_range(ids)
-        if np.count_nonzero(self._num_refs[ids]) != ids.size:
+        if not all_set(self._num_refs[ids] > 0):
             ownerless = self._ownerless(ids)
-            if not self._evictable.contains(ownerless).all():
+            if not all_set(self._evictable.contains(ownerless)):
                 raise BlockMisuse(
                     f"retain({ids.tolist()}): a free block cannot be retained, only allocated"
                 )
@@ -140,11 +141,7 @@ class LRUBlockPool(BlockPool):
         owned = self._num_refs[ids] > 0
         if self._holds:
             owned |= self._num_holds[ids] > 0
-        if (
-            np.count_nonzero(owned) != ids.size
-            or np.count_nonzero(self._keys.is_keyed[ids])
-            or 0 in blocks
-        ):
+        if not all_set(owned) or any_set(self._keys.is_keyed[ids]) or 0 in blocks:
             unfit = ids[~owned | self._keys.is_keyed[ids] | (ids == 0)]
             raise BlockMisuse(
                 f"blocks {unfit.tolist()} cannot be published: they have a key or no owner"
@@ -200,7 +197,7 @@ class LRUBlockPool(BlockPool):
                 f"hold({ids.tolist()}): needs distinct blocks in 1..{self.num_blocks}"
             )
         ownerless = self._ownerless(ids)
-        if not self._evictable.contains(ownerless).all():
+        if not all_set(self._evictable.contains(ownerless)):
             raise BlockMisuse(f"hold({ids.tolist()}): a free block cannot be held")
         self._record(self._evictable.discard(ownerless))
         self._num_holds_made += 1
@@ -308,7 +305,7 @@ class LRUBlockPool(BlockPool):
     def _in_range(self, ids: BlockIds) -> BlockIds:
         ids = np.asarray(ids, np.int32)
         # Seen without a sign, a negative number is out of range at the other end.
-        if np.count_nonzero(ids.view(np.uint32) >= self.num_blocks):
+        if any_set(ids.view(np.uint32) >= self.num_blocks):
             raise BlockMisuse(f"blocks {ids.tolist()} are not all in 0..{self.num_blocks - 1}")
         return ids
 
@@ -333,7 +330,7 @@ class LRUBlockPool(BlockPool):
         else:
             np.subtract.at(num_refs, ids, 1)
             left = num_refs[ids]
-        if np.count_nonzero(left < 0):
+        if any_set(left < 0):
             num_refs[ids] = before
             raise BlockMisuse(
                 f"release({ids.tolist()}): blocks {ids[left < 0].tolist()} have fewer references "
@@ -341,22 +338,21 @@ class LRUBlockPool(BlockPool):
             )
         num_refs[0] = _NULL_REFS
         self._record(lambda: self._add_refs(ids))
-        return bool(np.count_nonzero(left) != ids.size)
+        return any_set(left == 0)
 
     def _ownerless(self, ids: BlockIds) -> BlockIds:
         """Those without a reference or a hold, each once, in the order of their last mention."""
         ownerless = self._num_refs[ids] == 0
         if self._holds:
             ownerless &= self._num_holds[ids] == 0
-        all_are = np.count_nonzero(ownerless) == ids.size
-        return self._distinct(ids if all_are else ids[ownerless])
+        return self._distinct(ids if all_set(ownerless) else ids[ownerless])
 
     def _distinct(self, ids: BlockIds) -> BlockIds:
         """Drop all but the last mention of each block, keeping the order."""
         return ids if self._are_distinct(ids) else ids[self._last_mentions(ids)]
 
     def _are_distinct(self, ids: BlockIds) -> bool:
-        return ids.size < 2 or np.count_nonzero(self._last_mentions(ids)) == ids.size
+        return ids.size < 2 or all_set(self._last_mentions(ids))
 
     def _last_mentions(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
         places = np.arange(ids.size, dtype=np.int32)
@@ -388,12 +384,10 @@ class LRUBlockPool(BlockPool):
         if not ids.size:
             return
         keyed = self._keys.is_keyed[ids]
-        num_keyed = np.count_nonzero(keyed)
-        if num_keyed:
-            cached = ids if num_keyed == ids.size else ids[keyed]
-            self._record(self._evictable.append(cached))
-        if num_keyed < ids.size:
-            plain = ids[~keyed] if num_keyed else ids
+        if any_set(keyed):
+            self._record(self._evictable.append(ids if all_set(keyed) else ids[keyed]))
+        if not all_set(keyed):
+            plain = ids[~keyed]
             top = self._num_free
             self._num_free = top + plain.size
             self._free[top : self._num_free] = plain[::-1]

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.masks import all_set, any_set
 from pdcore.messages import (
     ModelRunnerOutput,
     RequestOutput,
@@ -55,7 +56,7 @@ class Commit:
             request_ids, index = batch.request_ids.copy(), batch.index
         else:
             current = table.epoch[rows] == model_output.epochs
-            if np.count_nonzero(current) != rows.size:
+            if not all_set(current):
                 departed = self._departed(model_output, ~current)
                 rows, tokens = rows[current], tokens[current]
             request_ids, index = table.request_ids[rows].tolist(), rows
@@ -65,7 +66,7 @@ class Commit:
         self._newest_step = core.step_id
         core.manager.pool.commit(output.step_id)
         reasons = self._finish_reasons(index, rows, tokens, num_tokens)
-        finished = self._finish_all(rows, tokens, reasons) if np.count_nonzero(reasons) else {}
+        finished = self._finish_all(rows, tokens, reasons) if any_set(reasons != 0) else {}
         result = StepResult(
             step_id=output.step_id,
             request_ids=request_ids,
@@ -98,7 +99,7 @@ class Commit:
         table.num_tokens[index] += 1
         table.num_in_flight[index] -= 1
         filled = place == table.block_size - 1
-        if np.count_nonzero(filled):
+        if any_set(filled):
             table.flush_full(rows[filled])
         num_tokens: Int32Array = table.num_tokens[index]
         return num_tokens
@@ -110,13 +111,13 @@ class Commit:
         table = self._core.table
         reasons = np.zeros(rows.size, np.int8)
         at_limit = num_tokens >= table.limit[index]
-        if np.count_nonzero(at_limit):
+        if any_set(at_limit):
             for place in np.flatnonzero(at_limit).tolist():
                 capped = table.state(int(rows[place])).limited_by_pool
                 reasons[place] = FinishReason.CAPACITY if capped else FinishReason.LENGTH
         if table.num_with_eos or table.num_with_stop_ids:
             stops = self._stops(index, rows, tokens)
-            if np.count_nonzero(stops):
+            if any_set(stops):
                 stops &= num_tokens >= table.min_tokens[index]
                 reasons[stops] = FinishReason.STOP
         if table.num_with_matcher:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.kvcache.manager import BlockTableDelta
+from pdcore.masks import all_set
 from pdcore.messages import NewRequestData, SchedulerOutput
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
@@ -45,7 +46,7 @@ class Dispatch:
         else:
             samples = after == table.num_tokens[rows] + table.num_in_flight[rows]
             num_planned = core.limits.max_num_batched_tokens - plan.token_budget
-            table.is_level = rows.size == len(table) == np.count_nonzero(samples)
+            table.is_level = rows.size == len(table) and all_set(samples)
         table.num_computed[index] = after
         table.num_in_flight[index] += samples
         core.counters.num_steps += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.masks import all_set, any_set
 from pdcore.scheduler.core import Core
 
 __all__ = ["publish_filled"]
@@ -25,15 +26,14 @@ def publish_filled(core: Core, rows: Int32Array, known: Int32Array, *, step: int
     if not manager.enable_prefix_caching:
         return
     filling = manager.filling(rows, known)
-    num_filling = np.count_nonzero(filling)
-    if not num_filling:
+    if not any_set(filling):
         return
-    if num_filling != rows.size:
+    if not all_set(filling):
         rows, known = rows[filling], known[filling]
     # A row that decodes fills the one block that its tail still holds.
     positions = manager.num_published(rows)
     decodes = (known == (positions + 1) * manager.block_size) & (known == table.num_tokens[rows])
-    if np.count_nonzero(decodes) == rows.size:
+    if all_set(decodes):
         sequences = [table.state(row).sequence for row in rows.tolist()]
         if [len(sequence.keys) for sequence in sequences] == positions.tolist():
             manager.publish_tails(rows, sequences, table.tail[rows], step=step)

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.masks import all_set, any_set
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import RunningView, SchedulingPolicy
@@ -52,7 +53,7 @@ class RunningPass:
             return
         rows = table.batch.rows
         want = self._wanted(rows)
-        if self._has_chunk_hook and (want > 1).any():
+        if self._has_chunk_hook and any_set(want > 1):
             want = self._chunked(rows, want, plan.token_budget)
         take = want
         if int(want.sum()) > plan.token_budget:
@@ -72,7 +73,7 @@ class RunningPass:
         plan.deltas.append(manager.grow(rows[:fits], needed[:fits]))
         if fits < rows.size:
             rows, take = self._one_by_one(plan, rows, want, take, fits)
-        if not take.all():
+        if not all_set(take > 0):
             rows, take = rows[take > 0], take[take > 0]
         plan.rows, plan.num_tokens = rows, take
         plan.token_budget -= int(take.sum())
@@ -87,21 +88,21 @@ class RunningPass:
             return False
         computed = table.num_computed[batch.index]
         if core.in_flight and (
-            table.num_with_matcher or np.count_nonzero(computed + 1 >= table.limit[batch.index])
+            table.num_with_matcher or any_set(computed + 1 >= table.limit[batch.index])
         ):
             return False
         full = manager.full_rows(batch.index, computed)
-        num_full = np.count_nonzero(full)
-        if num_full:
-            if num_full > manager.pool.num_free_blocks:
+        if any_set(full):
+            growing = batch.rows[full]
+            if growing.size > manager.pool.num_free_blocks:
                 return False
-            plan.deltas.append(manager.add_blocks(batch.rows[full]))
+            plan.deltas.append(manager.add_blocks(growing))
         plan.rows, plan.num_tokens = batch.rows, batch.ones
         plan.token_budget -= num_rows
         if manager.enable_prefix_caching:
             known = np.minimum(computed + 1, table.num_tokens[batch.index])
             filling = manager.filling(batch.index, known)
-            if np.count_nonzero(filling):
+            if any_set(filling):
                 publish_filled(core, batch.rows[filling], known[filling], step=plan.step_id)
         return True
 

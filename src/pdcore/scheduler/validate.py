@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.errors import InvalidRequest, OutputMismatch
+from pdcore.masks import all_set, any_set
 from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.request import Request
 from pdcore.scheduler.core import Core
@@ -73,10 +74,10 @@ def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
             f"the result of step {output.step_id} has rows {rows.shape}, epochs {epochs.shape} and "
             f"sampled_token_ids {tokens.shape}: expected (n,), (n,) and (n, 1)"
         )
-    if np.count_nonzero(tokens < 0):
+    if any_set(tokens < 0):
         raise OutputMismatch(f"the result of step {output.step_id} holds a negative token id")
     drawing, expected_rows, expected_epochs = output.samples, output.rows, output.epochs
-    if np.count_nonzero(drawing) != drawing.size:
+    if not all_set(drawing):
         expected_rows, expected_epochs = expected_rows[drawing], expected_epochs[drawing]
     is_exact = _are_equal(rows, expected_rows) and _are_equal(epochs, expected_epochs)
     if is_exact and not result.errors:
@@ -106,4 +107,4 @@ def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
 
 
 def _are_equal(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> bool:
-    return one is other or (one.size == other.size and not np.count_nonzero(one != other))
+    return one is other or (one.size == other.size and all_set(one == other))
