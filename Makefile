@@ -12,7 +12,7 @@ ARGS ?=
 
 .PHONY: help
 help:  ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: demo
 demo: $(READY)  ## prefill and decode in two processes, KV over NIXL, on a real model
@@ -25,6 +25,19 @@ test: $(READY)  ## the whole test suite
 .PHONY: soak
 soak: $(READY)  ## the property tests again, with many more examples each
 	@$(RUN) -m pytest --hypothesis-profile=soak --timeout=7200 -m "not model and not nixl" $(ARGS)
+
+# make equivalence PEER_PYTHON=/path/to/python MINUTES=10
+PEER_PYTHON ?=
+MINUTES ?= 2
+
+.PHONY: equivalence
+equivalence: $(READY)  ## fresh random traces, decided by vLLM beside pdcore: PEER_PYTHON=, MINUTES=
+	@$(RUN) tests/equivalence/explore.py --peer-python "$(PEER_PYTHON)" --minutes $(MINUTES) $(ARGS)
+
+# make bench PEER_PYTHON=/path/to/vllm/bin/python NANO_VLLM=/path/to/source
+.PHONY: bench
+bench: $(READY)  ## the control plane's benchmarks, beside peers that are given: PEER_PYTHON=
+	@PEER_PYTHON="$(PEER_PYTHON)" $(RUN) benchmarks/bench_all.py $(ARGS)
 
 .PHONY: check
 check: lint types docs  ## what CI runs after the tests
