@@ -5,7 +5,7 @@ Cold: nothing of it is cached. Cached: all of it is, and the last block is compu
 
 from __future__ import annotations
 
-from harness import Case, parser, run
+from measuring import Case, parser, run
 
 
 def main() -> None:

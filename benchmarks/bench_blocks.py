@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import Case, parser, run
+from measuring import Case, parser, run
 
 OPERATIONS = (
     "allocate plain",

@@ -7,7 +7,7 @@ free.
 
 from __future__ import annotations
 
-from harness import Case, parser, run
+from measuring import Case, parser, run
 
 
 def main() -> None:

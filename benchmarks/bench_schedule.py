@@ -7,7 +7,7 @@ arrives, so that rows have holes; admission and end are part of the time.
 
 from __future__ import annotations
 
-from harness import Case, parser, run
+from measuring import Case, parser, run
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
 CHURN_SIZES = (256, 1024)

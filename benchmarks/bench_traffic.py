@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import cpu_name, progress
+from measuring import cpu_name, progress
 from pdcore import (
     KVCacheManager,
     Limits,

@@ -5,7 +5,7 @@ And what a running request with 8192 tokens takes in memory, all its blocks cach
 
 from __future__ import annotations
 
-from harness import Case, parser, run
+from measuring import Case, parser, run
 
 
 def main() -> None:

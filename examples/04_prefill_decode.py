@@ -1,9 +1,10 @@
 """Prefill and decode in two processes, with KV moved by NIXL, on a real model.
 
 One process computes the prompts, the other continues them. Each is an engine put together from
-pdcore's parts (pd/assembly.py, 100 lines) with a loop of its own (pd/engine.py). A router in this
-process sends each prompt to the first and what comes of it to the second. In the end the same
-prompts go through a single engine, and the answers must be the same, token for token.
+pdcore's parts (pd/assembly.py, 100 lines) with a loop of its own (pd/engine.py), which plans a step
+while the one before it runs. A router in this process sends each prompt to the first and what comes
+of it to the second. In the end the same prompts go through a single engine, one step at a time, and
+the answers must be the same, token for token.
 
 Writes OUT/timeline.png and OUT/trace.json (for Perfetto, or chrome://tracing). The exit status is 0
 only when every chat was answered and every answer is right.
@@ -56,6 +57,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--max-tokens", type=_positive, default=40, metavar="N", help="longest answer (default: 40)"
     )
     parser.add_argument(
+        "--depth",
+        type=_positive,
+        default=2,
+        metavar="K",
+        help="plans under way in each engine; 1 runs one step at a time (default: 2)",
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("out"), metavar="DIR", help="for the files (default: out)"
     )
     parser.add_argument(
@@ -92,6 +100,7 @@ def run(options: argparse.Namespace) -> bool:
         dtype=options.dtype,
         max_num_seqs=_DECODE_ROWS,
         num_threads=max(1, _num_cpus() // 2),
+        depth=options.depth,
         key=secrets.token_bytes(32),
     )
     print(f"model {model.name}; two processes of {settings.num_threads} thread(s) each", flush=True)
@@ -141,11 +150,11 @@ def _check(
     options: argparse.Namespace,
     deadline: float,
 ) -> bool:
-    """Run the same chats through one engine, and compare."""
+    """Run the same chats through one engine, one step at a time, and compare."""
     print(
         "self-check: the same chats through one engine, which takes about a minute ...", flush=True
     )
-    solo_settings = attrs.evolve(settings, role="solo", keeps_candidates=True)
+    solo_settings = attrs.evolve(settings, role="solo", keeps_candidates=True, depth=1)
     with EngineProcess(solo_settings) as solo:
         router = Router(
             decode=solo, tokenizer=tokenizer, max_tokens=options.max_tokens, deadline=deadline

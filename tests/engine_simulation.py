@@ -6,9 +6,12 @@ failing life shrinks.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from random import Random
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from pdcore import (
     FCFS,
@@ -29,10 +32,65 @@ from pdcore import (
 )
 from pdcore.errors import InvalidRequest
 from pdcore.kvcache import KVCacheConfig
+from pdcore.scheduler import GrammarBackend, GrammarMatcher
 from pdcore.testing import FakeKVRunner
+from pdcore.testing.chain import Chain, chain_seed
 
 VOCAB_SIZE = 50
 POLICIES: tuple[type[SchedulingPolicy], ...] = (FCFS, Priority, ShortestPromptFirst)
+
+
+class Matcher(GrammarMatcher):
+    """Which tokens it allows depends on all that came before."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def allows(self, token: int) -> bool:
+        return (token + sum(self.tokens) + len(self.tokens)) % 3 != 0
+
+    def accept(self, token_id: int) -> bool:
+        is_allowed = self.allows(token_id)
+        self.tokens.append(token_id)
+        return is_allowed
+
+    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
+        for token in filter(self.allows, range(VOCAB_SIZE)):
+            bits[token // 32] |= np.array(1 << token % 32, np.uint32).view(np.int32)
+
+
+class Grammar(GrammarBackend):
+    """Compiles at once, and keeps what it compiled by request id."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self) -> None:
+        self.matchers: dict[str, Matcher] = {}
+
+    def compile(self, request: Request) -> Future[GrammarMatcher]:
+        future: Future[GrammarMatcher] = Future()
+        self.matchers[request.request_id] = Matcher()
+        future.set_result(self.matchers[request.request_id])
+        return future
+
+
+def solo_tokens(runner: FakeKVRunner, request: Request, *, max_model_len: int) -> list[int]:
+    """What a request must produce, structured or not."""
+    if request.sampling.structured_output is None:
+        return runner.solo_tokens(request, max_model_len=max_model_len)
+    sampling, matcher = request.sampling, Matcher()
+    seed = chain_seed(cache_salt=request.cache_salt, lora=request.lora)
+    chain = Chain(seed, request.prompt_token_ids)
+    while True:
+        token = runner.model.next_token(request.request_id, len(chain), chain.hashes[-1])
+        while not matcher.allows(token):
+            token = (token + 1) % VOCAB_SIZE
+        matcher.accept(token)
+        chain.append(token)
+        is_stop = token in (request.eos_token_id, *sampling.stop_token_ids)
+        is_long = len(matcher.tokens) >= sampling.max_tokens or len(chain) >= max_model_len
+        if is_long or (is_stop and len(matcher.tokens) >= sampling.min_tokens):
+            return matcher.tokens
 
 
 @attrs.define
@@ -57,7 +115,7 @@ class Ledger:
         """Every request ended once, with the tokens of its solo run."""
         assert self.finished.keys() == self.requests.keys()
         for request_id, request in self.requests.items():
-            solo = runner.solo_tokens(request, max_model_len=max_model_len)
+            solo = solo_tokens(runner, request, max_model_len=max_model_len)
             tokens, end = self.tokens[request_id], self.finished[request_id]
             assert tokens == solo[: len(tokens)]
             assert end.num_output_tokens == len(tokens)
@@ -101,9 +159,14 @@ class Simulation:
         manager = KVCacheManager(
             self.pool, enable_prefix_caching=not self.rarely(0.3), groups=(spec,)
         )
+        self.grammar = Grammar()
         policy = Priority(displace=True) if self.rarely(0.2) else random.choice(POLICIES)()
         self.scheduler = UnifiedScheduler(
-            manager, policy=policy, limits=self.limits, clock=VirtualClock()
+            manager,
+            policy=policy,
+            limits=self.limits,
+            grammar=self.grammar,
+            clock=VirtualClock(),
         )
         self.ledger = Ledger()
         self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
@@ -139,6 +202,7 @@ class Simulation:
                 max_tokens=max_tokens,
                 min_tokens=random.randint(0, max_tokens),
                 stop_token_ids=range(random.choice((0, 0, 4))),
+                structured_output="picky" if self.rarely(0.3) else None,
             ),
             eos_token_id=random.choice((None, 7)),
             priority=random.randint(0, 3),
@@ -157,6 +221,8 @@ class Simulation:
         if self.rarely(0.05):
             scheduler.abort_requests([f"r{random.randint(0, num_added)}"])
         if self.rarely(0.1):
+            # The first plan takes in compiled grammars, which stay taken in.
+            scheduler.abandon(scheduler.schedule())
             before = scheduler.fingerprint()
             scheduler.abandon(scheduler.schedule())
             scheduler.check()
@@ -176,7 +242,7 @@ class Simulation:
                 scheduler.abandon(plan)
             else:
                 self.runner.execute_model(plan)
-                result = self.runner.sample_tokens(None)
+                result = self.runner.sample_tokens(scheduler.get_grammar_bitmask(plan))
                 if self.rarely(0.03):
                     scheduler.abandon(plan, dispatched=True)
                 else:
@@ -199,5 +265,7 @@ class Simulation:
         for output in self.scheduler.drain():
             self.ledger.take(output)
         self.ledger.check(self.runner, max_model_len=self.limits.max_model_len)
+        for request_id, matcher in self.grammar.matchers.items():
+            assert matcher.tokens == self.ledger.tokens[request_id]
         counts = self.pool.counts()
         assert counts.free + counts.evictable == self.num_usable_blocks

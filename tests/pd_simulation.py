@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 from engine_simulation import Ledger
@@ -119,13 +119,17 @@ class PDEngine:
 class PDSimulation:
     """Requests go through prefill, a router that may lose them, and decode."""
 
-    def __init__(self, random: Random, *, depth: int) -> None:
+    def __init__(
+        self, random: Random, *, depth: int, make_engine: Callable[..., PDEngine] = PDEngine
+    ) -> None:
         self.random = random
         self.clock = VirtualClock()
         self.fabric = LoopbackFabric(clock=self.clock, faults=lambda load: self.faults())
         block_size = random.choice((2, 4, 8))
         self.prefill, self.decode = (
-            PDEngine(random, self.fabric, self.clock, name=name, block_size=block_size, depth=depth)
+            make_engine(
+                random, self.fabric, self.clock, name=name, block_size=block_size, depth=depth
+            )
             for name in ("prefill", "decode")
         )
         self.prefixes = [[(7 * i + 13 * j) % 46 + 4 for i in range(60)] for j in range(2)]

@@ -13,7 +13,14 @@ import pdcore
 import pdcore.abc
 from pdcore import errors
 
-PACKAGES = ["pdcore", "pdcore.abc", "pdcore.scheduler", "pdcore.kvcache", "pdcore.connector"]
+PACKAGES = [
+    "pdcore",
+    "pdcore.abc",
+    "pdcore.loop",
+    "pdcore.scheduler",
+    "pdcore.kvcache",
+    "pdcore.connector",
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

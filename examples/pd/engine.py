@@ -22,7 +22,7 @@ from pd.messages import (
     Submit,
 )
 from pdcore.errors import PdcoreError, RequestError, TransferError
-from pdcore.loop import Waker, step, wait
+from pdcore.loop import BatchQueue, Waker, wait
 from pdcore.messages import RequestOutput
 from pdcore.request import Request, SamplingParams
 from pdcore.trace import Tracer
@@ -65,6 +65,9 @@ class Engine:
         self._waker = Waker()
         self._tracer = Tracer(settings.role, lanes=("engine", "worker", "device", "kv transfer"))
         self._parts = assemble(settings, self._tracer, self._waker)
+        self._batches = BatchQueue(
+            self._parts.scheduler, self._parts.executor, depth=settings.depth
+        )
         self._names: dict[int, str] = {}
         self._is_leaving = False
         threading.Thread(target=self._listen, name="pd-listen", daemon=True).start()
@@ -80,7 +83,7 @@ class Engine:
 
     def serve(self) -> None:
         """The loop: take what the router sent, run a step, tell what came of it."""
-        scheduler, executor = self._parts.scheduler, self._parts.executor
+        scheduler = self._parts.scheduler
         while True:
             self._take_commands()
             if self._is_leaving:
@@ -88,7 +91,7 @@ class Engine:
             wait(scheduler, self._waker, clock=scheduler.clock)
             if not scheduler.has_requests():
                 continue
-            result = step(scheduler, executor)
+            result = self._batches.step()
             self._tell_moves()
             for output in result.outputs:
                 self._tell(output)
@@ -96,7 +99,10 @@ class Engine:
 
     def close(self) -> None:
         """Stop every thread and free the model."""
-        self._parts.close()
+        try:
+            self._batches.abandon()
+        finally:
+            self._parts.close()
 
     def _listen(self) -> None:
         """On a thread of its own: pass on what the router sends, and wake the loop."""

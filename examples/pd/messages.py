@@ -39,6 +39,7 @@ class EngineSettings:
         load_timeout_s: how long a request waits for its KV before it is computed here.
         key: shared by engines that may read each other's KV.
         keeps_candidates: report what else each token could have been.
+        depth: plans under way; 1 runs one step at a time.
     """
 
     role: str
@@ -54,6 +55,7 @@ class EngineSettings:
     load_timeout_s: float = 20.0
     key: bytes | None = attrs.field(default=None, repr=False)
     keeps_candidates: bool = False
+    depth: int = 2
 
     @property
     def has_connector(self) -> bool:

@@ -7,20 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from pd.lanes import GRID, INK, MIN_WIDTH, Bar, draw_rows, in_ms
 from pdcore.trace import RequestState, Span, Trace
 
 __all__ = ["draw_timeline"]
 
 _PREFILL, _DECODE, _TRANSFER = "#3b6fb6", "#4a9d5f", "#e08a1e"
 _WAITING, _HOST, _HELD, _PREEMPTED = "#c9ced6", "#6b7280", "#f3cf9b", "#b5485d"
-_INK, _GRID = "#1f2430", "#e6e8ec"
 
 _LEGEND = {
     "prefill computes": _PREFILL,
@@ -37,16 +33,7 @@ _STATE_COLOURS = {
     "PREEMPTED": _PREEMPTED,
 }
 _HELD_PREFIX = "held "
-_MIN_WIDTH, _MIN_TRANSFER_WIDTH = 0.0008, 0.003  # of the axis; else short bars would be lost
-
-
-@attrs.frozen(kw_only=True)
-class _Bar:
-    row: str
-    start: float
-    end: float
-    colour: str
-    label: str = ""
+_MIN_TRANSFER_WIDTH = 0.003  # of the axis; loads are short, and what the picture is about
 
 
 def draw_timeline(path: Path, traces: Sequence[Trace], *, title: str) -> None:
@@ -66,7 +53,7 @@ def draw_timeline(path: Path, traces: Sequence[Trace], *, title: str) -> None:
     heights = [len(lane_rows), len(request_rows)]
     if window:
         heights.append(len(traces[-1].lanes) + len(_waiting_bars(traces[-1], zero, window)))
-    with plt.rc_context({"font.size": 10, "axes.edgecolor": _GRID, "text.color": _INK}):
+    with plt.rc_context({"font.size": 10, "axes.edgecolor": GRID, "text.color": INK}):
         figure, axes = plt.subplots(
             len(heights),
             1,
@@ -75,8 +62,8 @@ def draw_timeline(path: Path, traces: Sequence[Trace], *, title: str) -> None:
             layout="constrained",
         )
         end = max((bar.end for bar in [*lanes, *requests]), default=1.0)
-        _draw_rows(axes[0], lane_rows, lanes, (0.0, end), "Engines")
-        _draw_rows(axes[1], request_rows, requests, (0.0, end), "Requests")
+        draw_rows(axes[0], lane_rows, lanes, (0.0, end), "Engines")
+        draw_rows(axes[1], request_rows, requests, (0.0, end), "Requests")
         _separate_processes(axes[0], [len(trace.lanes) for trace in traces])
         axes[1].set_xlabel("seconds since the first request")
         if window:
@@ -90,19 +77,25 @@ def _lane_row(trace: Trace, lane: str) -> str:
     return f"{trace.process} · {lane}"
 
 
-def _lane_bars(trace: Trace, zero: float) -> Iterable[_Bar]:
+def _lane_bars(trace: Trace, zero: float) -> Iterable[Bar]:
     for state in trace.states:
         if state.request_id.startswith(_HELD_PREFIX):
             row = _lane_row(trace, trace.lanes[-1])
-            yield _Bar(row=row, start=state.start - zero, end=state.end - zero, colour=_HELD)
+            yield Bar(row=row, start=state.start - zero, end=state.end - zero, colour=_HELD)
     for span in trace.spans:
-        yield _Bar(
+        colour = _span_colour(span)
+        yield Bar(
             row=_lane_row(trace, span.lane),
             start=span.start - zero,
             end=span.end - zero,
-            colour=_span_colour(span),
+            colour=colour,
             label=span.name,
+            min_width=_min_width(colour),
         )
+
+
+def _min_width(colour: str) -> float:
+    return _MIN_TRANSFER_WIDTH if colour == _TRANSFER else MIN_WIDTH
 
 
 def _span_colour(span: Span) -> str:
@@ -113,19 +106,21 @@ def _span_colour(span: Span) -> str:
     return _DECODE if "decode" in span.name else _HOST
 
 
-def _request_bars(traces: Sequence[Trace], zero: float) -> list[_Bar]:
+def _request_bars(traces: Sequence[Trace], zero: float) -> list[Bar]:
     """One row a request: what it did on the prefill side, then what it did on the decode side."""
     bars = []
     for trace in traces:
         running = _PREFILL if trace.process == "prefill" else _DECODE
         for state in trace.states:
             if not state.request_id.startswith(_HELD_PREFIX):
+                colour = _STATE_COLOURS.get(state.state, running)
                 bars.append(
-                    _Bar(
+                    Bar(
                         row=state.request_id,
                         start=state.start - zero,
                         end=state.end - zero,
-                        colour=_STATE_COLOURS.get(state.state, running),
+                        colour=colour,
+                        min_width=_min_width(colour),
                     )
                 )
     return bars
@@ -149,74 +144,31 @@ def _busy_s(trace: Trace, load: RequestState) -> float:
     )
 
 
-def _draw_rows(
-    axis: Any,
-    rows: Sequence[str],
-    bars: Iterable[_Bar],
-    limits: tuple[float, float],
-    title: str,
-    *,
-    with_labels: bool = False,
-) -> None:
-    position = {row: index for index, row in enumerate(rows)}
-    for bar in bars:
-        if bar.row not in position or bar.end < limits[0] or bar.start > limits[1]:
-            continue
-        least = _MIN_TRANSFER_WIDTH if bar.colour == _TRANSFER else _MIN_WIDTH
-        width = max(bar.end - bar.start, least * (limits[1] - limits[0]))
-        where = (position[bar.row] - 0.36, 0.72)
-        axis.broken_barh([(bar.start, width)], where, color=bar.colour, linewidth=0)
-        if with_labels:
-            _label(axis, bar, position[bar.row], limits)
-    axis.set_yticks(range(len(rows)), rows)
-    axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_xlim(*limits)
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axis.tick_params(length=0, labelcolor=_INK)
-    axis.grid(axis="x", color=_GRID)
-    axis.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-
-
-def _label(axis: Any, bar: _Bar, y: float, limits: tuple[float, float]) -> None:
-    """Write a bar's name into it, if there is room."""
-    start, end = max(bar.start, limits[0]), min(bar.end, limits[1])
-    if (end - start) / (limits[1] - limits[0]) > 0.011 * len(bar.label):
-        axis.text(
-            (start + end) / 2, y, bar.label, ha="center", va="center", fontsize=8, color="white"
-        )
-
-
 def _separate_processes(axis: Any, counts: Sequence[int]) -> None:
     for index in range(1, len(counts)):
         axis.axhline(sum(counts[:index]) - 0.5, color=_HOST, linewidth=0.8)
 
 
 def _draw_close_up(axes: Any, trace: Trace, zero: float, window: tuple[float, float]) -> None:
-    bars = [_in_ms(bar, window[0]) for bar in _lane_bars(trace, zero)]
+    bars = [in_ms(bar, window[0]) for bar in _lane_bars(trace, zero)]
     for axis in axes[:2]:
         axis.axvspan(*window, color=_TRANSFER, alpha=0.10, linewidth=0)
     rows = [_lane_row(trace, lane) for lane in trace.lanes]
-    waiting = [_in_ms(bar, window[0]) for bar in _waiting_bars(trace, zero, window)]
+    waiting = [in_ms(bar, window[0]) for bar in _waiting_bars(trace, zero, window)]
     rows += list(dict.fromkeys(bar.row for bar in waiting))
     limits = (0.0, 1e3 * (window[1] - window[0]))
     title = "Close-up of the shaded stretch: others decode while a request waits for its KV"
-    _draw_rows(axes[2], rows, [*bars, *waiting], limits, title, with_labels=True)
+    draw_rows(axes[2], rows, [*bars, *waiting], limits, title, with_labels=True)
     axes[2].set_xlabel("milliseconds")
 
 
-def _waiting_bars(trace: Trace, zero: float, window: tuple[float, float]) -> list[_Bar]:
+def _waiting_bars(trace: Trace, zero: float, window: tuple[float, float]) -> list[Bar]:
     """Who waited for remote KV during a stretch of time."""
     return [
         attrs.evolve(bar, row=f"{bar.row} waits for KV")
         for bar in _request_bars([trace], zero)
         if bar.colour == _TRANSFER and bar.end > window[0] and bar.start < window[1]
     ]
-
-
-def _in_ms(bar: _Bar, origin: float) -> _Bar:
-    return attrs.evolve(bar, start=1e3 * (bar.start - origin), end=1e3 * (bar.end - origin))
 
 
 def _add_legend(figure: Any, title: str, used: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Engine loops, as plain functions over the parts.
+"""Engine loops: one step at a time, or several under way. Plain code over the parts.
 
 Nothing else in the library calls them: copy one and change it when yours must differ.
 """
@@ -6,16 +6,21 @@ Nothing else in the library calls them: copy one and change it when yours must d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 
+import attrs
 import numpy as np
 
 from pdcore.clock import Clock
-from pdcore.messages import ModelRunnerOutput, StepResult
+from pdcore.errors import ConfigError
+from pdcore.messages import ModelRunnerOutput, SchedulerOutput, StepResult, TransferReport
 from pdcore.runner.executor.base import Executor
 from pdcore.scheduler.base import RequestHandle, Scheduler
 
-__all__ = ["Waker", "step", "wait"]
+__all__ = ["BatchQueue", "Waker", "step", "wait"]
 
 _NOTHING = ModelRunnerOutput(
     rows=np.zeros(0, np.int32),
@@ -54,6 +59,174 @@ def step(
         scheduler.abandon(output, dispatched=True)
         raise
     return scheduler.update_from_output(output, model_output)
+
+
+@attrs.define(eq=False)
+class _UnderWay:
+    """A plan that was given to the executor, and the calls that it owes for it.
+
+    Both calls are missing when nobody need hear of the plan, and when the executor refused them.
+    """
+
+    output: SchedulerOutput
+    forward: Future[None] | None = None
+    draw: Future[ModelRunnerOutput] | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the result, or raise what went wrong."""
+        if self.forward is None or self.draw is None:
+            return _NOTHING
+        self.forward.result()
+        return self.draw.result()
+
+    def settle(self) -> None:
+        """Wait until nothing of it runs any more, however it ended."""
+        for call in (self.forward, self.draw):
+            if call is not None:
+                with suppress(CancelledError):
+                    call.exception()
+
+    @property
+    def transfer_report(self) -> TransferReport | None:
+        """What the workers' connectors had to say, in a plan that has settled with a result."""
+        draw = self.draw
+        if draw is None or draw.cancelled() or draw.exception() is not None:
+            return None
+        return draw.result().transfer_report
+
+
+class BatchQueue:
+    """Steps with up to ``depth`` plans under way, so that the device need not wait for the engine.
+
+    `step` fills the pipe first, then waits for the oldest result. With two plans under way one runs
+    while the engine takes in the result before it and plans the one after it: a device that needs T
+    and an engine that needs E for a step make one every max(T, E), where `step` needs T + E.
+
+    A row's next token is computed before the engine knows its last one, which stays on the device.
+    Where that cannot be (structured output: the next mask depends on the last token), the scheduler
+    leaves out that row until its token is in, and the others go on. The pipe is as full as there is
+    work: a plan that holds nothing is taken back rather than queued. Tokens are those of `step`.
+    A request that stops has been computed in up to ``depth - 1`` steps more; these tokens are lost.
+
+    Whatever goes wrong, also Ctrl-C, empties the pipe: once the executor has done all that it was
+    given, every plan is taken back, the newest first. No request is lost by it, and the next `step`
+    begins with what was taken back, unless the executor is dead.
+
+    Args:
+        scheduler: what to run.
+        executor: where to run it.
+        depth: the most plans under way. 2 hides the engine behind the device.
+        aborts: asked once a step, when its result is there, for requests that nobody wants any
+            more.
+
+    Raises:
+        ConfigError: ``depth`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        depth: int = 2,
+        aborts: Callable[[], Iterable[str | RequestHandle]] = tuple,
+    ) -> None:
+        if depth < 1:
+            raise ConfigError(f"depth={depth}: at least one plan must be under way")
+        self.depth = depth
+        self._scheduler = scheduler
+        self._executor = executor
+        self._aborts = aborts
+        self._under_way: deque[_UnderWay] = deque()
+        self._is_broken = False
+
+    def __len__(self) -> int:
+        """How many plans are under way."""
+        return len(self._under_way)
+
+    def step(self) -> StepResult:
+        """Plan until the pipe is full, then take in the result of the oldest plan.
+
+        Raises:
+            ExecutorError: a step failed on a worker. All plans were taken back.
+        """
+        self._finish_unwinding()
+        with self._unwinding():
+            if self._may_plan():
+                while len(self) < self.depth and self._submit():
+                    pass
+            return self._take_in_oldest()
+
+    def drain(self) -> Iterator[StepResult]:
+        """Yield the results of all plans under way, in order, and plan nothing. Raises as `step`.
+
+        For what must not meet a plan under way, such as new weights.
+        """
+        self._finish_unwinding()
+        while self._under_way:
+            with self._unwinding():
+                result = self._take_in_oldest()
+            yield result
+
+    def abandon(self) -> None:
+        """Wait until the executor is done with all plans under way, and take them back.
+
+        An engine that ends, or gives up its executor, calls it. If the wait is interrupted, nothing
+        is taken back yet, and the next call of this or of `step` goes on.
+        """
+        self._is_broken = True
+        for plan in self._under_way:
+            plan.settle()
+        while self._under_way:
+            plan = self._under_way.pop()
+            self._scheduler.abandon(
+                plan.output, dispatched=True, transfer_report=plan.transfer_report
+            )
+        self._is_broken = False
+
+    @contextmanager
+    def _unwinding(self) -> Iterator[None]:
+        """Whatever is raised inside empties the pipe first."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _finish_unwinding(self) -> None:
+        """Go on where `abandon` was interrupted."""
+        if self._is_broken:
+            self.abandon()
+
+    def _may_plan(self) -> bool:
+        """Not behind plans without rows alone: orders may go out with every plan that is made, and
+        the loop could never sleep. Their results come at once, and then it is planned again."""
+        return not self._under_way or any(plan.output.rows.size for plan in self._under_way)
+
+    def _submit(self) -> bool:
+        """Plan a step and give it to the executor; return whether it may be worth to plan on."""
+        output = self._scheduler.schedule()
+        if output.is_empty and self._under_way:
+            # Who is left waits for results under way.
+            self._scheduler.abandon(output)
+            return False
+        plan = _UnderWay(output)
+        self._under_way.append(plan)
+        if not output.is_empty:
+            # The executor runs calls in the order in which they are made: this draw comes before
+            # the next forward pass. The mask is made while the model runs.
+            plan.forward = self._executor.execute_model(output, non_block=True)
+            bitmask = self._scheduler.get_grammar_bitmask(output)
+            plan.draw = self._executor.sample_tokens(bitmask, non_block=True)
+        return bool(output.rows.size)
+
+    def _take_in_oldest(self) -> StepResult:
+        plan = self._under_way[0]
+        model_output = plan.result()
+        self._scheduler.abort_requests(self._aborts())
+        result = self._scheduler.update_from_output(plan.output, model_output)
+        self._under_way.popleft()
+        return result
 
 
 class Waker:

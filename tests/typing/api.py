@@ -8,7 +8,7 @@ from typing import Any
 import pdcore
 from pdcore import FCFS, KVCacheManager, Limits, LRUBlockPool, Request, SamplingParams
 from pdcore.connector.null import NullConnector
-from pdcore.loop import Waker, step, wait
+from pdcore.loop import BatchQueue, Waker, step, wait
 from pdcore.runner.executor import InProcessExecutor
 from pdcore.scheduler import Admission, AdmissionContext, Skip
 from pdcore.testing import FakeKVRunner
@@ -51,3 +51,14 @@ def run(prompts: Sequence[Sequence[int]]) -> dict[str, list[int]]:
     skip: Skip = scheduler.explain("r0")
     print(skip.code.value, scheduler.stats().num_running)
     return tokens
+
+
+def run_pipelined(scheduler: pdcore.UnifiedScheduler, executor: InProcessExecutor) -> list[str]:
+    """The loop with two steps under way, to its orderly end."""
+    queue = BatchQueue(scheduler, executor, depth=2, aborts=lambda: ["r1"])
+    result: pdcore.StepResult = queue.step()
+    ended = [output.request_id for output in result.finished.values()]
+    for drained in queue.drain():
+        ended.extend(drained.request_ids)
+    queue.abandon()
+    return ended[: len(queue)]

@@ -17,6 +17,11 @@ class Executor(ABC):
 
     The engine's thread is the only caller. For each plan it calls `execute_model` and then
     `sample_tokens`; with ``non_block=True`` both return at once, and later calls queue behind them.
+    Any number of plans may be queued: calls run in the order in which they were made, so a plan's
+    tokens are drawn before the forward pass of the next one begins.
+
+    A plan that fails does not stop those queued behind it, which were made as if it had run. What
+    they give is worth nothing: the caller waits for them, and takes all of them back.
     """
 
     @abstractmethod

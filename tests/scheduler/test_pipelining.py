@@ -1,0 +1,134 @@
+"""What must hold with several steps under way: the tokens of one at a time, in less time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_simulation import PDSimulation
+from pdcore import (
+    KVCacheManager,
+    Limits,
+    LRUBlockPool,
+    Request,
+    SamplingParams,
+    UnifiedScheduler,
+    VirtualClock,
+)
+from pdcore.kvcache import KVCacheConfig
+from pdcore.loop import BatchQueue, step
+from pdcore.testing import FakeKVRunner
+from pipeline_simulation import PipelinedPDEngine, PipelinedSimulation
+from simulated_executors import TimedExecutor
+
+randoms = st.randoms(use_true_random=False)
+# A life is a few hundred steps, each audited; few of them are enough here. `make soak` runs many.
+lives = settings(max_examples=settings.default.max_examples // 5)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@lives
+@given(random=randoms)
+def test_every_request_gets_its_solo_tokens_at_any_depth(random: Random, depth: int) -> None:
+    """Preemption, hits, aborts, grammars, resets and failing steps change no token."""
+    PipelinedSimulation(random, depth=depth).run(num_requests=random.randint(1, 12))
+
+
+@pytest.fixture
+def _quiet_log() -> Iterator[None]:
+    """Cutting off a peer is worth a warning, but not ten thousand of them."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_quiet_log")
+@pytest.mark.parametrize("depth", [2, 3])
+@settings(max_examples=settings.default.max_examples // 10)
+@given(random=randoms)
+def test_prefill_and_decode_apart_may_both_be_pipelined(random: Random, depth: int) -> None:
+    """A bad wire and failing steps on both sides end in solo tokens or a cause."""
+    simulation = PDSimulation(random, depth=depth, make_engine=PipelinedPDEngine)
+    simulation.run(num_requests=random.randint(1, 12))
+
+
+NUM_STEPS = 60
+
+
+def steady_rate(
+    *, device_s: int, plan_s: int, update_s: int, make_step: Callable[..., Callable[[], Any]]
+) -> float:
+    """Steps a second on a virtual clock, apart from the first and the last few.
+
+    Args:
+        device_s: how long the device takes for a step.
+        plan_s, update_s: how long the engine takes to plan one, and to take in its result.
+        make_step: makes the loop's body from scheduler and executor.
+    """
+    clock = VirtualClock()
+    runner = FakeKVRunner(block_size=16, num_blocks=64)
+    spec = runner.get_kv_cache_spec()
+    runner.initialize_from_config(KVCacheConfig(spec=spec, num_blocks=64))
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512)
+    scheduler = UnifiedScheduler(KVCacheManager(LRUBlockPool(64, 16)), limits=limits, clock=clock)
+    _slow_down(scheduler, "schedule", clock, plan_s)
+    _slow_down(scheduler, "update_from_output", clock, update_s)
+    executor = TimedExecutor(runner, clock=clock, step_s=device_s)
+    run_step = make_step(scheduler, executor)
+    for name in ("a", "b"):
+        sampling = SamplingParams(max_tokens=NUM_STEPS)
+        scheduler.add_request(Request(name, range(9), sampling=sampling))
+    while scheduler.has_requests():
+        run_step()
+    first, last = executor.starts[5], executor.starts[NUM_STEPS - 5]
+    return (NUM_STEPS - 10) / (last - first)
+
+
+def _slow_down(scheduler: UnifiedScheduler, method: str, clock: VirtualClock, seconds: int) -> None:
+    call = getattr(scheduler, method)
+
+    def slow(*args: Any) -> Any:
+        clock.advance(seconds)
+        return call(*args)
+
+    setattr(scheduler, method, slow)
+
+
+seconds = st.integers(1, 12)
+
+
+@settings(max_examples=20)
+@given(device_s=seconds, plan_s=seconds, update_s=seconds)
+def test_one_step_at_a_time_takes_device_and_engine_in_turn(
+    device_s: int, plan_s: int, update_s: int
+) -> None:
+    """A device that needs T and an engine that needs E make a step every T + E."""
+    rate = steady_rate(
+        device_s=device_s,
+        plan_s=plan_s,
+        update_s=update_s,
+        make_step=lambda scheduler, executor: lambda: step(scheduler, executor),
+    )
+    assert rate == pytest.approx(1 / (device_s + plan_s + update_s))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@settings(max_examples=20)
+@given(device_s=seconds, plan_s=seconds, update_s=seconds)
+def test_two_plans_under_way_make_a_step_as_fast_as_the_slower_of_both(
+    device_s: int, plan_s: int, update_s: int, depth: int
+) -> None:
+    """A device that needs T and an engine that needs E make a step every max(T, E)."""
+    rate = steady_rate(
+        device_s=device_s,
+        plan_s=plan_s,
+        update_s=update_s,
+        make_step=lambda scheduler, executor: BatchQueue(scheduler, executor, depth=depth).step,
+    )
+    assert rate == pytest.approx(1 / max(device_s, plan_s + update_s))
