@@ -22,11 +22,11 @@ def test_lru_order_is_a_list_that_can_be_undone(data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(["append", "discard", "pop", "undo"]))
         if kind == "append":
             ids = data.draw(st.permutations(outside))[: data.draw(st.integers(0, len(outside)))]
-            history.append((order.append(np.array(ids, np.int32)), before))
+            history.append((order.append(np.array(ids, np.intp)), before))
             model += ids
         elif kind == "discard":
             ids = [block for block in model if data.draw(st.booleans())]
-            history.append((order.discard(np.array(ids, np.int32)), before))
+            history.append((order.discard(np.array(ids, np.intp)), before))
             model = [block for block in model if block not in ids]
         elif kind == "pop":
             n = data.draw(st.integers(0, len(model)))

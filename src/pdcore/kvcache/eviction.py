@@ -10,14 +10,15 @@ import numpy.typing as npt
 
 __all__ = ["EvictionOrder", "LRUOrder"]
 
-BlockIds = npt.NDArray[np.int32]
+Blocks = npt.NDArray[np.intp]
 Undo = Callable[[], None]
 
 
 class EvictionOrder(ABC):
     """The evictable blocks, in the order in which they go.
 
-    Each change returns a function that undoes it, given that every later change was undone before.
+    Blocks are given and returned as arrays of `numpy.intp`. Each change returns a function that
+    undoes it, given that every later change was undone before.
     """
 
     @abstractmethod
@@ -25,23 +26,23 @@ class EvictionOrder(ABC):
         """How many blocks are evictable."""
 
     @abstractmethod
-    def append(self, ids: BlockIds) -> Undo:
+    def append(self, ids: Blocks) -> Undo:
         """Blocks without an owner, just released: the first in ``ids`` goes before the others."""
 
     @abstractmethod
-    def discard(self, ids: BlockIds) -> Undo:
+    def discard(self, ids: Blocks) -> Undo:
         """Blocks of the order that got an owner again, or lost their key."""
 
     @abstractmethod
-    def pop(self, n: int) -> tuple[BlockIds, Undo]:
+    def pop(self, n: int) -> tuple[Blocks, Undo]:
         """Take out the ``n`` blocks that go first; there are at least so many."""
 
     @abstractmethod
-    def contains(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def contains(self, ids: Blocks) -> npt.NDArray[np.bool_]:
         """Which of the blocks are in the order."""
 
     @abstractmethod
-    def ids(self) -> BlockIds:
+    def ids(self) -> Blocks:
         """All of them, the one that goes first in front. Cost: O(length)."""
 
 
@@ -65,7 +66,7 @@ class LRUOrder(EvictionOrder):
     def __len__(self) -> int:
         return self._length
 
-    def append(self, ids: BlockIds) -> Undo:
+    def append(self, ids: Blocks) -> Undo:
         undo_compaction = self._make_room(ids.size)
         tail = self._tail
         positions = np.arange(tail, tail + ids.size)
@@ -83,39 +84,40 @@ class LRUOrder(EvictionOrder):
 
         return undo
 
-    def discard(self, ids: BlockIds) -> Undo:
+    def discard(self, ids: Blocks) -> Undo:
         positions = self._position[ids]
         self._position[ids] = -1
         self._length -= ids.size
         return lambda: self._put_back(ids, positions, self._head)
 
-    def pop(self, n: int) -> tuple[BlockIds, Undo]:
+    def pop(self, n: int) -> tuple[Blocks, Undo]:
         head = self._head
-        found: list[BlockIds] = []
+        found: list[Blocks] = []
         missing = n
         while missing:
             window = np.arange(self._head, min(self._head + max(missing, 8), self._tail))
-            candidates = self._ring[window & self._mask]
+            candidates = self._ring[window & self._mask].astype(np.intp)
             live = np.flatnonzero(self._position[candidates] == window)[:missing]
             found.append(candidates[live])
             missing -= live.size
             self._head = int(window[-1 if missing else live[-1]]) + 1
-        ids = np.concatenate(found)
+        ids = found[0] if len(found) == 1 else np.concatenate(found)
         positions = self._position[ids]
         self._position[ids] = -1
         self._length -= n
         return ids, lambda: self._put_back(ids, positions, head)
 
-    def contains(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        return self._position[ids] >= 0
+    def contains(self, ids: Blocks) -> npt.NDArray[np.bool_]:
+        contained: npt.NDArray[np.bool_] = self._position[ids] >= 0
+        return contained
 
-    def ids(self) -> BlockIds:
+    def ids(self) -> Blocks:
         window = np.arange(self._head, self._tail)
-        candidates = self._ring[window & self._mask]
-        live: BlockIds = candidates[self._position[candidates] == window]
+        candidates = self._ring[window & self._mask].astype(np.intp)
+        live: Blocks = candidates[self._position[candidates] == window]
         return live
 
-    def _put_back(self, ids: BlockIds, positions: npt.NDArray[np.int64], head: int) -> None:
+    def _put_back(self, ids: Blocks, positions: npt.NDArray[np.int64], head: int) -> None:
         # The ring's slots may have been reused since, so the ids are written again.
         self._ring[positions & self._mask] = ids
         self._position[ids] = positions

@@ -14,6 +14,7 @@ from pdcore.masks import any_set
 __all__ = ["BlockKeys"]
 
 BlockIds = npt.NDArray[np.int32]
+Blocks = npt.NDArray[np.intp]
 Parents = Sequence[bytes | None]
 
 _WRITTEN = np.iinfo(np.int64).min
@@ -53,7 +54,7 @@ class BlockKeys:
 
     def publish(
         self,
-        ids: BlockIds,
+        ids: Blocks,
         blocks: dict[int, None],
         keys: Sequence[bytes],
         step: int,
@@ -82,7 +83,7 @@ class BlockKeys:
         blocks = self._provisional.pop(step, None)
         if not blocks:
             return
-        ids = np.array(list(blocks), np.int32)
+        ids = np.fromiter(blocks, np.intp, len(blocks))
         self._writer[ids] = _WRITTEN
         if self._parent is not None:
             keys = self._key[ids].tolist()
@@ -91,7 +92,7 @@ class BlockKeys:
                 for block, key in zip(blocks, keys, strict=True)
             ]
 
-    def forget(self, ids: BlockIds) -> Callable[[], None]:
+    def forget(self, ids: Blocks) -> Callable[[], None]:
         """Drop the keys of distinct blocks that have one; return what undoes it."""
         blocks, keys, writers = ids.tolist(), self._key[ids].tolist(), self._writer[ids]
         entries = self._index.remove(keys, blocks)
@@ -159,7 +160,7 @@ class BlockKeys:
                 del self._provisional[step]
 
     def _forget_parents(
-        self, blocks: list[int], keys: list[bytes], written: BlockIds
+        self, blocks: list[int], keys: list[bytes], written: Blocks
     ) -> dict[int, bytes | None]:
         """Report the removal of written blocks; return the parents' keys of all."""
         if self._parent is None:

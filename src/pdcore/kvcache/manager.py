@@ -19,10 +19,11 @@ from pdcore.kvcache.spec import KVCacheSpec
 __all__ = ["BlockTableDelta", "KVCacheManager", "PrefixHit"]
 
 BlockIds = npt.NDArray[np.int32]
-Rows = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.intp]
 
 _NO_BLOCKS = np.zeros(0, np.int32)
-_Count = TypeVar("_Count", int, npt.NDArray[np.int32])
+_NO_ROWS = np.zeros(0, np.intp)
+_Count = TypeVar("_Count", int, npt.NDArray[np.intp])
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +44,7 @@ _NO_HIT = PrefixHit(_NO_BLOCKS, 0)
 
 @attrs.frozen(eq=False)
 class BlockTableDelta:
-    """Changes to block tables: ``table[rows[i], positions[i]] = ids[i]``, all int32."""
+    """Changes to block tables: ``table[rows[i], positions[i]] = ids[i]``."""
 
     rows: Rows
     positions: Rows
@@ -52,7 +53,7 @@ class BlockTableDelta:
     @classmethod
     def empty(cls) -> BlockTableDelta:
         """No change."""
-        return cls(_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
+        return cls(_NO_ROWS, _NO_ROWS, _NO_BLOCKS)
 
     @classmethod
     def join(cls, deltas: list[BlockTableDelta]) -> BlockTableDelta:
@@ -108,18 +109,18 @@ class KVCacheManager:
         self.sliding_window = groups[0].sliding_window if groups else None
         self.hasher = hasher or PrefixHasher(pool.block_size)
         self.block_table = np.zeros((0, 0), np.int32)
-        self.num_blocks = np.zeros(0, np.int32)
-        self._num_published = np.zeros(0, np.int32)
-        self._num_pruned = np.zeros(0, np.int32)
+        self.num_blocks = np.zeros(0, np.int64)
+        self._num_published = np.zeros(0, np.int64)
+        self._num_pruned = np.zeros(0, np.int64)
         self._recording = False
         self._undo: list[Callable[[], None]] = []
 
     def reserve_rows(self, num_rows: int, max_model_len: int) -> None:
         """Make room for the tables. Called once, by the scheduler."""
         self.block_table = np.zeros((num_rows, self.blocks_for(max_model_len)), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int32)
-        self._num_published = np.zeros(num_rows, np.int32)
-        self._num_pruned = np.zeros(num_rows, np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self._num_published = np.zeros(num_rows, np.int64)
+        self._num_pruned = np.zeros(num_rows, np.int64)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold so many tokens."""
@@ -233,7 +234,7 @@ class KVCacheManager:
             self._num_pruned[row] = np.count_nonzero(block_ids == 0)
         self._record(lambda: self.num_blocks.__setitem__(row, 0))
 
-    def needed_blocks(self, rows: Rows, num_tokens: npt.NDArray[np.int32]) -> Rows:
+    def needed_blocks(self, rows: Rows, num_tokens: Rows) -> Rows:
         """How many blocks each row lacks so that its first ``num_tokens`` tokens have slots."""
         needed = (num_tokens + (self.block_size - 1)) // self.block_size
         needed -= self.num_blocks[rows]
@@ -254,8 +255,8 @@ class KVCacheManager:
             return self.add_blocks(rows)
         ids = self.pool.allocate(total)
         start = self.num_blocks[rows]
-        within = np.arange(total, dtype=np.int32)
-        within -= np.repeat(np.cumsum(needed, dtype=np.int32) - needed, needed)
+        within = np.arange(total)
+        within -= np.repeat(np.cumsum(needed) - needed, needed)
         delta = BlockTableDelta(np.repeat(rows, needed), np.repeat(start, needed) + within, ids)
         self.block_table[delta.rows, delta.positions] = ids
         self.num_blocks[rows] = start + needed
@@ -315,7 +316,7 @@ class KVCacheManager:
         A fixed number of array operations, and a few dictionary and list operations for each row.
 
         Args:
-            rows: int32 (n,), rows of which exactly one full block has no key.
+            rows: rows of which exactly one full block has no key.
             sequences: theirs.
             tails: int32 (n, block_size), the tokens of that block.
             step: the step that fills it.
@@ -343,12 +344,12 @@ class KVCacheManager:
             self._publish(block_ids[start:], sequence, start, step)
             self.pool.commit(step)
 
-    def prune(self, rows: Rows, num_processed: npt.NDArray[np.int32]) -> BlockTableDelta:
+    def prune(self, rows: Rows, num_processed: Rows) -> BlockTableDelta:
         """Give back blocks that lie wholly behind the sliding window.
 
         Args:
             rows: rows about to run.
-            num_processed: int32, for each, the tokens whose steps are done; steps in flight may
+            num_processed: for each, the tokens whose steps are done; steps in flight may
                 still read behind the window of those that are only planned.
         """
         if self.sliding_window is None:
@@ -456,5 +457,5 @@ class KVCacheManager:
             self._num_pruned[row] = start
 
         self._record(undo)
-        positions = np.arange(start, end, dtype=np.int32)
-        return BlockTableDelta(np.full(ids.size, row, np.int32), positions, np.zeros_like(ids))
+        positions = np.arange(start, end)
+        return BlockTableDelta(np.full(ids.size, row), positions, np.zeros_like(ids))

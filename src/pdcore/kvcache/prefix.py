@@ -85,14 +85,14 @@ class PrefixHasher:
         return keys
 
     def each(
-        self, parents: list[bytes], tokens: TokenIds, positions: npt.NDArray[np.int32]
+        self, parents: list[bytes], tokens: TokenIds, positions: npt.NDArray[np.intp]
     ) -> list[bytes]:
         """The keys of one block each of several sequences.
 
         Args:
             parents: the key of the block before each, or its root.
             tokens: int32 (n, block_size), what the blocks hold.
-            positions: int32 (n,), the place of each among the blocks of its sequence.
+            positions: the place of each among the blocks of its sequence.
         """
         self._reach(int(positions.max()) + 1)
         sums = self._digests(tokens)

@@ -26,7 +26,10 @@ __all__ = ["Commit"]
 logger = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
-Index = Int32Array | slice
+Rows = npt.NDArray[np.intp]
+Index = Rows | slice
+
+_ONE = np.array(1, np.int64)
 
 
 class Commit:
@@ -53,20 +56,21 @@ class Commit:
         departed: list[tuple[RequestState, int]] = []
         if batch is not None and rows.size == batch.rows.size:
             # Every row drew, and still has the tenant that it drew for.
-            request_ids, index = batch.request_ids.copy(), batch.index
+            request_ids, at, index = batch.request_ids.copy(), batch.at, batch.index
         else:
-            current = table.epoch[rows] == model_output.epochs
+            at = rows.astype(np.intp)
+            current = table.epoch[at] == model_output.epochs
             if not all_set(current):
                 departed = self._departed(model_output, ~current)
-                rows, tokens = rows[current], tokens[current]
-            request_ids, index = table.request_ids[rows].tolist(), rows
-        num_tokens = self._append(index, rows, tokens)
+                at, tokens = at[current], tokens[current]
+            request_ids, index = table.request_ids[at].tolist(), at
+        num_tokens = self._append(index, at, tokens)
         if output.step_id <= self._newest_step:
-            self._publish(rows, output.step_id)
+            self._publish(at, output.step_id)
         self._newest_step = core.step_id
         core.manager.pool.commit(output.step_id)
-        reasons = self._finish_reasons(index, rows, tokens, num_tokens)
-        finished = self._finish_all(rows, tokens, reasons) if any_set(reasons != 0) else {}
+        reasons = self._finish_reasons(index, at, tokens, num_tokens)
+        finished = self._finish_all(at, tokens, reasons) if any_set(reasons != 0) else {}
         result = StepResult(
             step_id=output.step_id,
             request_ids=request_ids,
@@ -91,21 +95,21 @@ class Commit:
                 departed.append((state, token))
         return departed
 
-    def _append(self, index: Index, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+    def _append(self, index: Index, rows: Rows, tokens: Int32Array) -> Rows:
         """Add one token to each row; return how many each has now."""
         table = self._core.table
         place = table.num_tokens[index] % table.block_size
         table.tail[rows, place] = tokens
-        table.num_tokens[index] += 1
-        table.num_in_flight[index] -= 1
+        table.num_tokens[index] += _ONE
+        table.num_in_flight[index] -= _ONE
         filled = place == table.block_size - 1
         if any_set(filled):
             table.flush_full(rows[filled])
-        num_tokens: Int32Array = table.num_tokens[index]
+        num_tokens: Rows = table.num_tokens[index]
         return num_tokens
 
     def _finish_reasons(
-        self, index: Index, rows: Int32Array, tokens: Int32Array, num_tokens: Int32Array
+        self, index: Index, rows: Rows, tokens: Int32Array, num_tokens: Rows
     ) -> npt.NDArray[np.int8]:
         """For each row why it ends with its new token, or 0."""
         table = self._core.table
@@ -124,7 +128,7 @@ class Commit:
             self._accept(rows, tokens, reasons)
         return reasons
 
-    def _stops(self, index: Index, rows: Int32Array, tokens: Int32Array) -> npt.NDArray[np.bool_]:
+    def _stops(self, index: Index, rows: Rows, tokens: Int32Array) -> npt.NDArray[np.bool_]:
         """Which of the tokens end their request, if it is long enough."""
         table = self._core.table
         stops: npt.NDArray[np.bool_] = tokens == table.eos[index]
@@ -134,7 +138,7 @@ class Commit:
                 stops[place] |= int(tokens[place]) in state.request.sampling.stop_token_ids
         return stops
 
-    def _accept(self, rows: Int32Array, tokens: Int32Array, reasons: npt.NDArray[np.int8]) -> None:
+    def _accept(self, rows: Rows, tokens: Int32Array, reasons: npt.NDArray[np.int8]) -> None:
         """Move the grammars on; a token that a grammar does not allow ends its request."""
         table = self._core.table
         for index in np.flatnonzero(table.has_matcher[rows]).tolist():
@@ -144,7 +148,7 @@ class Commit:
                 reasons[index] = FinishReason.ERROR
 
     def _finish_all(
-        self, rows: Int32Array, tokens: Int32Array, reasons: npt.NDArray[np.int8]
+        self, rows: Rows, tokens: Int32Array, reasons: npt.NDArray[np.int8]
     ) -> dict[int, RequestOutput]:
         """End the requests that have a reason to; return their events by place."""
         table = self._core.table
@@ -157,7 +161,7 @@ class Commit:
             ends.append((state, reason, _cause(state, token, reason), token))
         return dict(zip(places.tolist(), self._core.finish_running(ends), strict=True))
 
-    def _publish(self, rows: Int32Array, step: int) -> None:
+    def _publish(self, rows: Rows, step: int) -> None:
         """Publish blocks whose last token was not known yet when their step was planned.
 
         That is so when the step was planned ahead of an older result; a row that goes on publishes

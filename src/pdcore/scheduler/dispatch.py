@@ -18,9 +18,10 @@ __all__ = ["Dispatch"]
 
 logger = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.intp]
 
 _NO_ROWS = np.zeros(0, np.int32)
+_ONE = np.array(1, np.int64)
 
 
 class Dispatch:
@@ -40,10 +41,13 @@ class Dispatch:
         batch = table.batch_of(rows)
         index = rows if batch is None else batch.index
         computed = table.num_computed[index].copy()
-        after = computed + num_tokens
         if batch is not None and num_tokens is batch.ones:
+            after = computed + _ONE
             samples, num_planned = batch.all_sample, rows.size
+            num_scheduled = batch.num_scheduled
         else:
+            num_scheduled = num_tokens.astype(np.int32)
+            after = computed + num_tokens
             samples = after == table.num_tokens[rows] + table.num_in_flight[rows]
             num_planned = core.limits.max_num_batched_tokens - plan.token_budget
             table.is_level = rows.size == len(table) and all_set(samples)
@@ -65,14 +69,14 @@ class Dispatch:
         core.record(undo)
         output = SchedulerOutput(
             step_id=plan.step_id,
-            rows=rows,
+            rows=rows.astype(np.int32) if batch is None else batch.rows,
             epochs=table.epoch[rows] if batch is None else batch.epochs,
-            num_scheduled_tokens=num_tokens,
-            num_computed_tokens=computed,
+            num_scheduled_tokens=num_scheduled,
+            num_computed_tokens=computed.astype(np.int32),
             samples=samples,
             scheduled_new_reqs=new_reqs,
-            block_rows=delta.rows,
-            block_positions=delta.positions,
+            block_rows=delta.rows.astype(np.int32),
+            block_positions=delta.positions.astype(np.int32),
             block_ids=delta.ids,
             finished_rows=np.array(finished_rows, np.int32) if finished_rows else _NO_ROWS,
         )
@@ -89,7 +93,7 @@ class Dispatch:
         return output if meta is None else attrs.evolve(output, connector_meta=meta)
 
     def _describe_new(
-        self, plan: Plan, rows: Int32Array, computed: Int32Array
+        self, plan: Plan, rows: Rows, computed: Rows
     ) -> tuple[tuple[NewRequestData, ...], BlockTableDelta]:
         """Rows that the workers must be told of in full, and the table changes of the others."""
         core, table = self._core, self._core.table

@@ -12,9 +12,9 @@ from pdcore.kvcache.manager import BlockTableDelta
 
 __all__ = ["Plan"]
 
-Int32Array = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.intp]
 
-_NO_ROWS = np.zeros(0, np.int32)
+_NO_ROWS = np.zeros(0, np.intp)
 
 
 @attrs.define(eq=False)
@@ -25,7 +25,7 @@ class Plan:
         step_id: the step.
         token_budget: tokens that may still be planned.
         now: seconds on the scheduler's clock.
-        rows, num_tokens: int32, the running rows that run, in running order, and their tokens.
+        rows, num_tokens: the running rows that run, in running order, and their tokens.
         admitted_rows, admitted_tokens: the same for rows that were given out in this step.
         deltas: changes to block tables of rows that the workers know.
         preempted: whether a request gave way in this step; then nobody is admitted.
@@ -34,8 +34,8 @@ class Plan:
     step_id: int
     token_budget: int
     now: float
-    rows: Int32Array = _NO_ROWS
-    num_tokens: Int32Array = _NO_ROWS
+    rows: Rows = _NO_ROWS
+    num_tokens: Rows = _NO_ROWS
     admitted_rows: list[int] = attrs.field(factory=list)
     admitted_tokens: list[int] = attrs.field(factory=list)
     deltas: list[BlockTableDelta] = attrs.field(factory=list)
@@ -50,11 +50,11 @@ class Plan:
                     delta.rows[kept], delta.positions[kept], delta.ids[kept]
                 )
 
-    def all_rows(self) -> tuple[Int32Array, Int32Array]:
-        """Every row that runs and its tokens, int32, in running order."""
+    def all_rows(self) -> tuple[Rows, Rows]:
+        """Every row that runs and its tokens, in running order."""
         if not self.admitted_rows:
             return self.rows, self.num_tokens
         return (
-            np.concatenate((self.rows, np.array(self.admitted_rows, np.int32))),
-            np.concatenate((self.num_tokens, np.array(self.admitted_tokens, np.int32))),
+            np.concatenate((self.rows, np.array(self.admitted_rows, np.intp))),
+            np.concatenate((self.num_tokens, np.array(self.admitted_tokens, np.intp))),
         )

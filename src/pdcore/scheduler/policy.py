@@ -65,15 +65,15 @@ class RunningView:
     Args:
         requests: one for each entry.
         priority: int64; arrival_time: float64.
-        num_tokens, num_computed_tokens, num_blocks: int32.
+        num_tokens, num_computed_tokens, num_blocks: int64.
     """
 
     requests: tuple[Request, ...]
     priority: npt.NDArray[np.int64]
     arrival_time: npt.NDArray[np.float64]
-    num_tokens: npt.NDArray[np.int32]
-    num_computed_tokens: npt.NDArray[np.int32]
-    num_blocks: npt.NDArray[np.int32]
+    num_tokens: npt.NDArray[np.int64]
+    num_computed_tokens: npt.NDArray[np.int64]
+    num_blocks: npt.NDArray[np.int64]
 
 
 class SchedulingPolicy:

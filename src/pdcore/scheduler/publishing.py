@@ -10,16 +10,16 @@ from pdcore.scheduler.core import Core
 
 __all__ = ["publish_filled"]
 
-Int32Array = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.intp]
 
 
-def publish_filled(core: Core, rows: Int32Array, known: Int32Array, *, step: int) -> None:
+def publish_filled(core: Core, rows: Rows, known: Rows, *, step: int) -> None:
     """Publish the blocks that became full.
 
     Args:
         core: the scheduler's state.
-        rows: int32, running rows.
-        known: int32, for each, how many of its tokens are known and computed when ``step`` is done.
+        rows: running rows.
+        known: for each, how many of its tokens are known and computed when ``step`` is done.
         step: the step that fills the blocks.
     """
     table, manager = core.table, core.manager

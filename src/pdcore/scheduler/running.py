@@ -17,10 +17,12 @@ __all__ = ["RunningPass", "running_view"]
 
 logger = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.intp]
+
+_ONE = np.array(1, np.int64)
 
 
-def running_view(core: Core, rows: Int32Array) -> RunningView:
+def running_view(core: Core, rows: Rows) -> RunningView:
     """The columns of some rows, for a policy."""
     table = core.table
     return RunningView(
@@ -51,14 +53,14 @@ class RunningPass:
         core, table, manager = self._core, self._core.table, self._core.manager
         if not len(table) or self._take_a_token_each(plan):
             return
-        rows = table.batch.rows
+        rows = table.batch.at
         want = self._wanted(rows)
         if self._has_chunk_hook and any_set(want > 1):
             want = self._chunked(rows, want, plan.token_budget)
         take = want
         if int(want.sum()) > plan.token_budget:
             before = np.cumsum(want) - want
-            take = np.clip(plan.token_budget - before, 0, want).astype(np.int32)
+            take = np.clip(plan.token_budget - before, 0, want).astype(np.intp)
         computed = table.num_computed[rows]
         if manager.sliding_window is not None:
             plan.deltas.append(manager.prune(rows, self._processed(rows)))
@@ -83,30 +85,30 @@ class RunningPass:
         """Plan a decode step for everybody, if that is all there is to plan: most steps are so."""
         core, table, manager = self._core, self._core.table, self._core.manager
         batch = table.batch
-        num_rows = batch.rows.size
+        num_rows = batch.at.size
         if not table.is_level or num_rows > plan.token_budget or manager.sliding_window is not None:
             return False
         computed = table.num_computed[batch.index]
         if core.in_flight and (
-            table.num_with_matcher or any_set(computed + 1 >= table.limit[batch.index])
+            table.num_with_matcher or any_set(computed + _ONE >= table.limit[batch.index])
         ):
             return False
         full = manager.full_rows(batch.index, computed)
         if any_set(full):
-            growing = batch.rows[full]
+            growing = batch.at[full]
             if growing.size > manager.pool.num_free_blocks:
                 return False
             plan.deltas.append(manager.add_blocks(growing))
-        plan.rows, plan.num_tokens = batch.rows, batch.ones
+        plan.rows, plan.num_tokens = batch.at, batch.ones
         plan.token_budget -= num_rows
         if manager.enable_prefix_caching:
-            known = np.minimum(computed + 1, table.num_tokens[batch.index])
+            known = np.minimum(computed + _ONE, table.num_tokens[batch.index])
             filling = manager.filling(batch.index, known)
             if any_set(filling):
-                publish_filled(core, batch.rows[filling], known[filling], step=plan.step_id)
+                publish_filled(core, batch.at[filling], known[filling], step=plan.step_id)
         return True
 
-    def _wanted(self, rows: Int32Array) -> Int32Array:
+    def _wanted(self, rows: Rows) -> Rows:
         """How many tokens each row is behind, within its cap."""
         table, limits = self._core.table, self._core.limits
         num_in_flight = table.num_in_flight[rows]
@@ -125,7 +127,7 @@ class RunningPass:
             np.minimum(want, threshold, out=want)
         return want
 
-    def _chunked(self, rows: Int32Array, want: Int32Array, budget: int) -> Int32Array:
+    def _chunked(self, rows: Rows, want: Rows, budget: int) -> Rows:
         """Ask the policy about every row that lacks more than one token."""
         core = self._core
         for index in np.flatnonzero(want > 1).tolist():
@@ -140,8 +142,8 @@ class RunningPass:
         return want
 
     def _one_by_one(
-        self, plan: Plan, rows: Int32Array, want: Int32Array, take: Int32Array, start: int
-    ) -> tuple[Int32Array, Int32Array]:
+        self, plan: Plan, rows: Rows, want: Rows, take: Rows, start: int
+    ) -> tuple[Rows, Rows]:
         """Visit the rows from ``start`` on, in order, preempting where blocks are short.
 
         Rows before ``start`` have their blocks already, but may still become victims; what was
@@ -157,8 +159,8 @@ class RunningPass:
             if num_tokens == 0:
                 index += 1
                 continue
-            target = np.array([int(core.table.num_computed[row]) + num_tokens], np.int32)
-            this = np.array([row], np.int32)
+            target = np.array([int(core.table.num_computed[row]) + num_tokens], np.intp)
+            this = np.array([row], np.intp)
             needed = manager.needed_blocks(this, target)
             if self._is_pruning(needed):
                 index += 1
@@ -181,9 +183,9 @@ class RunningPass:
             index += 1
         if plan.preempted:
             plan.drop_vacated(core.table.states)
-        return np.array(order, np.int32), np.array(taken, np.int32)
+        return np.array(order, np.intp), np.array(taken, np.intp)
 
-    def _is_pruning(self, needed: Int32Array) -> bool:
+    def _is_pruning(self, needed: Rows) -> bool:
         """Whether a row without room had better wait: blocks come free with the steps in flight.
 
         Behind a sliding window a row gives blocks back, but only once nothing in flight reads them.
@@ -195,12 +197,12 @@ class RunningPass:
             and int(needed[0]) > core.manager.pool.num_free_blocks
         )
 
-    def _processed(self, rows: Int32Array) -> Int32Array:
+    def _processed(self, rows: Rows) -> Rows:
         """The tokens of each row whose steps are done: no step in flight reads behind them."""
         core = self._core
         processed = core.table.num_computed[rows].copy()
         for output in core.in_flight:
-            planned = np.zeros(core.table.num_rows, np.int32)
+            planned = np.zeros(core.table.num_rows, np.intp)
             current = core.table.epoch[output.rows] == output.epochs
             planned[output.rows[current]] = output.num_scheduled_tokens[current]
             processed -= planned[rows]
@@ -211,7 +213,7 @@ class RunningPass:
         if type(core.policy).victim is SchedulingPolicy.victim:
             return len(order) - 1
         try:
-            index = int(core.policy.victim(running_view(core, np.array(order, np.int32))))
+            index = int(core.policy.victim(running_view(core, np.array(order, np.intp))))
             if not 0 <= index < len(order):
                 raise IndexError(f"victim() returned {index}, of {len(order)} running requests")
         except Exception:
