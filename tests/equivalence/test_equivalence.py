@@ -18,7 +18,7 @@ from stepping import Record, drive, first_difference
 
 from pdcore.errors import InvalidRequest
 from pdcore.kvcache import LRUOrder
-from pdcore.kvcache.eviction import BlockIds, Undo
+from pdcore.kvcache.eviction import Blocks, Undo
 from pdcore.scheduler import FCFS, Priority, RunningView, SchedulingPolicy
 
 Recorded = list[tuple[Trace, Record]]
@@ -162,7 +162,7 @@ class LastOfEqualsGivesWay(Priority):
 class NewestGoesFirst(LRUOrder):
     """Evicts what was released last."""
 
-    def pop(self, n: int) -> tuple[BlockIds, Undo]:
+    def pop(self, n: int) -> tuple[Blocks, Undo]:
         ids = self.ids()[-n:]
         return ids, self.discard(ids)
 
@@ -170,7 +170,7 @@ class NewestGoesFirst(LRUOrder):
 class HeadGoesFirst(LRUOrder):
     """Keeps the end of a prefix longer than its start."""
 
-    def append(self, ids: BlockIds) -> Undo:
+    def append(self, ids: Blocks) -> Undo:
         return super().append(np.ascontiguousarray(ids[::-1]))
 
 
