@@ -70,7 +70,11 @@ class LRUOrder(EvictionOrder):
         undo_compaction = self._make_room(ids.size)
         tail = self._tail
         positions = np.arange(tail, tail + ids.size)
-        self._ring[positions & self._mask] = ids
+        start = tail & self._mask
+        if start + ids.size <= self._ring.size:
+            self._ring[start : start + ids.size] = ids
+        else:
+            self._ring[positions & self._mask] = ids
         self._position[ids] = positions
         self._tail += ids.size
         self._length += ids.size

@@ -48,6 +48,7 @@ class LRUBlockPool(BlockPool):
         enable_events: bool = False,
     ) -> None:
         super().__init__(num_blocks, block_size)
+        self._end = np.array(num_blocks, np.uintp)
         self._num_refs = np.zeros(num_blocks, np.int32)
         # So many that it never counts as given back, however often it is released.
         self._num_refs[0] = _NULL_REFS
@@ -308,7 +309,7 @@ class LRUBlockPool(BlockPool):
         """Blocks as indices, by which numpy reads columns several times faster."""
         at = np.asarray(ids).astype(np.intp)
         # Seen without a sign, a negative number is out of range at the other end.
-        if any_set(at.view(np.uintp) >= self.num_blocks):
+        if any_set(at.view(np.uintp) >= self._end):
             raise BlockMisuse(f"blocks {at.tolist()} are not all in 0..{self.num_blocks - 1}")
         return at
 
