@@ -19,6 +19,7 @@ from pdcore.kvcache.spec import KVCacheConfig
 from pdcore.messages import GrammarBitmask, TransferKey, TransferReport
 from pdcore.request import SamplingParams
 from pdcore.runner.gpu import GPUModelRunner
+from pdcore.runner.models import linear
 from pdcore.scheduler.base import Limits
 
 LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=48)
@@ -299,9 +300,14 @@ def test_fingerprint_tells_layouts_apart(make_runner: MakeRunner) -> None:
     )
 
 
+@pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_float32(make_runner: MakeRunner, dtype: str) -> None:
-    """The logits of 16-bit runs differ from float32 by rounding only."""
+def test_half_precision_stays_near_float32(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, dtype: str, is_native: bool
+) -> None:
+    """The logits of 16-bit runs differ from float32 by rounding only, whatever the machine has."""
+    monkeypatch.setattr(linear, "_is_native", lambda dtype: is_native)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     logits = []
     for name in ("float32", dtype):
         driver = RunnerDriver(make_runner(dtype=name), num_blocks=64)

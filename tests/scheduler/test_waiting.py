@@ -13,7 +13,7 @@ from pdcore.scheduler.state import RequestState
 from pdcore.scheduler.waiting import WaitingTable
 
 
-def make_state(uid: int, key: int) -> RequestState:
+def make_state(uid: int, key: object) -> RequestState:
     request = Request(f"r{uid}", [1] * (uid % 5 + 1))
     return RequestState(
         handle=RequestHandle(request.request_id, uid),
@@ -72,3 +72,59 @@ def test_alarms_ring_once_in_order_and_never_after_they_are_cancelled(
             for _, name in due:
                 del model[name]
         assert alarms.next() == min((time for time, _ in model.values()), default=None)
+
+
+class Odd:
+    """A key that compares with nothing, and says so in its own way."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __lt__(self, other: object) -> bool:
+        raise RuntimeError(f"{self.number} compares with nothing")
+
+    __gt__ = __lt__
+
+
+keys = (
+    st.integers(-2, 2)
+    | st.floats(allow_nan=True)
+    | st.text(max_size=1)
+    | st.none()
+    | st.tuples(st.integers(0, 1), st.integers(0, 1))
+    | st.tuples(st.integers(0, 1), st.text(max_size=1))
+    | st.builds(Odd, st.integers())
+)
+
+
+@given(st.lists(keys, max_size=12), st.data())
+def test_keys_that_do_not_compare_never_stop_the_queue(
+    odd: list[object], data: st.DataObject
+) -> None:
+    """Whatever a policy's keys are, joining, leaving and looking go on, and nobody is lost."""
+    table, inside = WaitingTable(), []
+    for uid, key in enumerate(odd):
+        state = make_state(uid, key)
+        table.join(state, ahead=data.draw(st.booleans()))
+        inside.append(state)
+        if data.draw(st.booleans()):
+            first = table.peek()
+            assert first in inside
+            table.remove(first)
+            inside.remove(first)
+    assert {state.uid for state in table} == {state.uid for state in inside}
+    for _ in range(len(inside)):
+        first = table.peek()
+        assert first is not None
+        table.remove(first)
+    assert table.peek() is None
+
+
+@given(st.lists(st.text(max_size=2), max_size=12))
+def test_keys_of_any_kind_that_do_compare_are_obeyed(texts: list[str]) -> None:
+    """Text, for one."""
+    table = WaitingTable()
+    states = [make_state(uid, text) for uid, text in enumerate(texts)]
+    for state in states:
+        table.join(state)
+    assert list(table) == sorted(states, key=lambda state: state.queue_key)

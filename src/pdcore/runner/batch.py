@@ -108,6 +108,7 @@ class BatchState:
         # temperature, top-p and min-p share a matrix, so that starting rows is one copy.
         self._filters = torch.zeros((max_num_seqs, 3), dtype=torch.float32, device=device)
         self._top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._all_greedy = SamplingBatch.all_greedy(device)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Take in a plan's changes: rows given up, then rows started, then block tables."""
@@ -149,8 +150,9 @@ class BatchState:
     def sampling(self, step: StepInputs) -> SamplingBatch:
         """How the step's sampling rows draw, in the order of ``step.sample_rows``."""
         rows = step.sample_rows
-        is_random = self._is_random[rows]
-        random = np.flatnonzero(is_random)
+        random = np.flatnonzero(self._is_random[rows])
+        if not random.size:
+            return self._all_greedy
         random_rows = rows[random]
         draws = uniform_draws(self._seeds[random_rows], step.draw_positions[random])
         (device_rows,) = self._send(random_rows)

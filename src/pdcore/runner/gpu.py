@@ -217,11 +217,11 @@ class GPUModelRunner(ModelRunner):
                 hidden.index_select(0, step.sample_tokens)
             )
 
-    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         if self._connector is None:
-            return self._attention.forward(layer, query, key, value)
+            return self._attention.forward(layer, query, key_value)
         self._connector.wait_for_layer_load(layer)
-        seen = self._attention.forward(layer, query, key, value)
+        seen = self._attention.forward(layer, query, key_value)
         self._connector.save_kv_layer(layer)
         return seen
 
@@ -271,7 +271,7 @@ class GPUModelRunner(ModelRunner):
         self._run(_trial_plan(num_rows, length, num_blocks))
         hidden = torch.zeros(
             (limits.max_num_seqs, self._model.config.hidden_size),
-            dtype=self._model.dtype,
+            dtype=self._model.activation_dtype,
             device=self._device,
         )
         self._model.compute_logits(hidden)

@@ -43,6 +43,22 @@ class SamplingBatch:
     num_ordered: int
     has_min_p: bool
 
+    @classmethod
+    def all_greedy(cls, device: torch.device) -> SamplingBatch:
+        """The batch in which nobody draws at random."""
+        nothing = torch.zeros(0, device=device)
+        return cls(
+            random=None,
+            num_random=0,
+            draws=nothing.double(),
+            temperature=nothing,
+            top_p=nothing,
+            min_p=nothing,
+            top_k=nothing.long(),
+            num_ordered=0,
+            has_min_p=False,
+        )
+
 
 def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
@@ -61,7 +77,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
 
     Cost: one pass for greedy rows; random rows add a sort only when one of them needs it.
     """
-    peaks, tokens = logits.max(dim=-1)
+    peaks, tokens = _peaks(logits)
     is_faulty = ~torch.isfinite(peaks)
     if batch.num_random == 0:
         return tokens, is_faulty
@@ -111,6 +127,18 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, and the first place where it is; NaN wins, at any place."""
+    if logits.is_cuda:
+        peaks, tokens = logits.max(dim=-1)
+        return peaks, tokens
+    # torch looks for a place one element at a time; it finds the value, and numpy finds a True,
+    # many at a time.
+    peaks = logits.amax(dim=-1)
+    is_peak = logits.eq(peaks[:, None]).numpy()
+    return peaks, torch.from_numpy(is_peak.argmax(axis=1))
 
 
 def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -39,9 +39,29 @@ def audit(core: Core) -> None:
         raise InvariantBroken("a row has computed more tokens than it has")
     if (manager.num_blocks[running] * manager.block_size < counts[1]).any():
         raise InvariantBroken("a row has computed tokens without blocks for them")
+    _audit_keys(core)
     held = {id(hold) for hold in (*core.quarantine.values(), *core.handed_over.values())}
     if held != {id(hold) for hold in manager.pool.holds()}:
         raise InvariantBroken("the pool's holds are not those of hand-overs and quarantine")
+
+
+def _audit_keys(core: Core) -> None:
+    """Every key that a running row's block has is that of the tokens it holds."""
+    table, manager = core.table, core.manager
+    if not manager.enable_prefix_caching:
+        return
+    for row in table.running.tolist():
+        sequence, num_tokens = table.state(row).sequence, int(table.num_tokens[row])
+        start = len(sequence)
+        offset = start % table.block_size
+        late = table.tail[row, offset : offset + num_tokens - start]
+        tokens = np.concatenate((sequence.tokens(), late))
+        root = manager.hasher.root(sequence.cache_salt, sequence.lora)
+        expected = manager.hasher.chain(root, tokens, start=0)
+        ids = manager.row_blocks(row)[: len(expected)]
+        for block, key, right in zip(ids.tolist(), manager.pool.keys(ids), expected, strict=False):
+            if block and key is not None and key != right:
+                raise InvariantBroken(f"block {block} of row {row} has the key of other tokens")
 
 
 def _audit_places(core: Core) -> None:

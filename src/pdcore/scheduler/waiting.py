@@ -19,6 +19,44 @@ __all__ = ["QueueNumbers", "WaitingTable", "WaitingView"]
 _Entry = tuple[Any, int, int, RequestState]
 
 
+class _GuardedKey:
+    """A policy's key of any type, whose comparisons never raise.
+
+    Keys that do not compare count as equal, so that the place in the queue decides between them.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def __lt__(self, other: Any) -> bool:
+        try:
+            return bool(self.key < getattr(other, "key", other))
+        except Exception:
+            return False
+
+    def __gt__(self, other: Any) -> bool:
+        try:
+            return bool(self.key > getattr(other, "key", other))
+        except Exception:
+            return False
+
+    def __eq__(self, other: object) -> bool:
+        return not (self < other or self > other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _width(key: Any) -> int | None:
+    """0 for a number, n for a tuple of n numbers, None for keys of any other kind."""
+    if isinstance(key, int | float):
+        return 0
+    if isinstance(key, tuple) and all(isinstance(part, int | float) for part in key):
+        return len(key)
+    return None
+
+
 @attrs.define(eq=False)
 class QueueNumbers:
     """Gives out places among equals: ever higher ones behind, ever lower ones ahead."""
@@ -82,6 +120,8 @@ class WaitingTable:
         self._heap: list[_Entry] = []
         self._live: dict[int, _Entry] = {}
         self._num_pushed = 0
+        # The one kind of key whose comparisons cannot raise; all others are guarded.
+        self._plain_width: int | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -98,13 +138,20 @@ class WaitingTable:
     def put_back(self, state: RequestState) -> None:
         """Return a request to the place it had."""
         self._num_pushed += 1
-        entry = (*state.queue_key, self._num_pushed, state)
+        key, place = state.queue_key
+        width = _width(key)
+        if self._plain_width is None:
+            self._plain_width = width
+        if width is None or width != self._plain_width:
+            key = _GuardedKey(key)
+        entry = (key, place, self._num_pushed, state)
         self._live[state.uid] = entry
         heapq.heappush(self._heap, entry)
 
     def can_compare(self, key: Any) -> bool:
         """Whether a key has an order with those that are here; raises what its ``<`` raises."""
-        return not self._heap or (key < self._heap[0][0]) in (True, False)
+        head = self._heap[0][0] if self._heap else key
+        return (key < getattr(head, "key", head)) in (True, False)
 
     def peek(self) -> RequestState | None:
         """The first in order, or None."""

@@ -36,9 +36,10 @@ class Case:
         attention = backend(self.shape)
         attention.bind(self.cache.clone() if cache is None else cache)
         attention.plan(self.batch)
+        keys_values = torch.stack((self.keys, self.values), dim=2)
         return torch.stack(
             [
-                attention.forward(layer, self.queries[layer], self.keys[layer], self.values[layer])
+                attention.forward(layer, self.queries[layer], keys_values[layer])
                 for layer in range(self.shape.num_layers)
             ]
         )

@@ -27,12 +27,23 @@ def checkpoint(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def _tensors(model: LlamaModel) -> dict[str, torch.Tensor]:
-    found = {"embed": model.embed_tokens, "norm": model.final_norm, "head": model.lm_head}
+    """All weights, by what they do to an input: packed ones have no elements to look at."""
+    config = model.config
+    hidden = torch.eye(config.hidden_size)
+    inputs = {
+        "qkv": hidden,
+        "output": torch.eye(config.num_heads * config.head_dim),
+        "gate_up": hidden,
+        "down": torch.eye(config.intermediate_size),
+        "attention_norm": hidden,
+        "feed_forward_norm": hidden,
+    }
+    found = {"embed": model.embed_tokens}
+    found |= {"norm": model.final_norm(hidden), "head": model.lm_head(hidden)}
     for index, layer in enumerate(model.layers):
-        for name in ("qkv", "qkv_bias", "qk_norm", "output", "gate_up", "down", "attention_norm"):
-            tensor = getattr(layer, name)
-            if tensor is not None:
-                found[f"{index}.{name}"] = tensor
+        found |= {f"{index}.{name}": getattr(layer, name)(x) for name, x in inputs.items()}
+        if layer.qk_norm is not None:
+            found[f"{index}.qk_norm"] = layer.qk_norm
     return found
 
 

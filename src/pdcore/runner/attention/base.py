@@ -31,7 +31,7 @@ class AttentionShape:
         num_heads, num_kv_heads, head_dim: of the model; query head ``h`` reads KV head
             ``h // (num_heads // num_kv_heads)``.
         block_size: tokens in a block.
-        dtype: element type of cache and queries, by its numpy name.
+        dtype: element type of the cache, by its numpy name.
         device: "cpu" or "cuda".
         windows: one for each layer: how many tokens back a token sees, itself included, or None.
     """
@@ -168,7 +168,7 @@ class AttentionBackend(ABC):
         """Prepare what all layers of a step share."""
 
     @abstractmethod
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         """Write the step's keys and values of a layer, then attend.
 
         A slot that no token of the sequence was written to is never read into a result: it may
@@ -176,9 +176,10 @@ class AttentionBackend(ABC):
 
         Args:
             layer: which layer.
-            query: (num_tokens, num_heads, head_dim).
-            key, value: (num_tokens, num_kv_heads, head_dim).
+            query: (num_tokens, num_heads, head_dim), in the cache's dtype or, on a CPU, float32.
+            key_value: (num_tokens, 2, num_kv_heads, head_dim), keys first, in the dtype of
+                ``query``. Of both, the last axis is contiguous and heads are adjacent.
 
         Returns:
-            (num_tokens, num_heads, head_dim), in the dtype of ``query``.
+            (num_tokens, num_heads, head_dim), contiguous, in the dtype of ``query``.
         """

@@ -1,8 +1,9 @@
 """Paged attention in plain torch: runs on any device.
 
-Decodes are one call: the blocks of every sequence are gathered into a padded workspace, and the
-query heads that share a KV head take the place of a query axis, so nothing is repeated. Chunks
-run one sequence at a time.
+A step's decodes are a few calls for all of them: their blocks are gathered into dense keys and
+values, and the query heads that share a KV head are the rows of one small product. Blocks that
+every decode begins with are gathered once, and all queries multiply them together. Chunks run one
+sequence at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import ClassVar
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,35 +23,49 @@ from pdcore.runner.attention.base import (
     AttentionShape,
     AttentionSupport,
 )
+from pdcore.runner.attention.decode_groups import DecodeGroup, group_decodes
+from pdcore.runner.attention.decode_products import attend_with_shared, mix_rows, score_rows
 
 __all__ = ["TorchAttentionBackend"]
 
+_FLOAT32 = torch.float32
+_MAX_WORKSPACE_BYTES = 12 << 20
+"""What a group of decodes may gather in one layer: about as much as stays in a CPU's cache until it
+is multiplied."""
+_NO_LIMIT = 1 << 62
+
 
 @attrs.frozen(kw_only=True, eq=False)
-class _DecodePlan:
-    """What layers with the same window share for the decodes of a step.
+class _Decodes:
+    """One group of decodes, for layers with the same window.
+
+    A page is the keys or the values of one layer of one block; those of layer 0 are named.
 
     Args:
-        pages: int64 (num_decodes * width,), index of each block's first page in a pool of pages,
-            where a page is the keys or the values of one layer of one block.
-        bias: (num_decodes, 1, 1, width * block_size), 0 where a slot is seen and -inf elsewhere.
-        unseen: int64, places in the workspace that no query may see, flat over sequences and slots.
+        rows: their places in the batch; None when they are all of it.
+        shared_pages: int64, keys of the blocks that all of them see, then values; or None.
+        own_pages: int64, the same for the blocks that each sees alone, flat over (2, n, width).
+        bias: (n, 1, width * block_size), -inf where a slot is not seen and 0 elsewhere.
+        unseen: int64, the places of those slots, flat over (n, width * block_size).
     """
 
-    pages: Tensor
+    rows: Tensor | slice | None
+    shared_pages: Tensor | None
+    own_pages: Tensor
     bias: Tensor
     unseen: Tensor
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _ChunkPlan:
+class _Chunk:
     """One chunk, for layers with the same window.
 
     Args:
         tokens: where its tokens lie in the batch.
-        pages: int64, first pages of the blocks to gather; None when the chunk sees only itself.
-        slots: which of the gathered slots any of its queries sees.
-        mask: bool (query_len, number of slots), or None for the plain causal mask.
+        pages: int64, keys of the blocks it sees, then values; None when it sees only itself.
+        slots: which slots of those blocks any of its tokens sees.
+        mask: (query_len, number of slots), -inf where a slot is not seen, or None for the plain
+            causal mask.
     """
 
     tokens: slice
@@ -59,98 +75,127 @@ class _ChunkPlan:
 
 
 class TorchAttentionBackend(AttentionBackend):
-    """The reference backend. Cost of a decode: one copy of the KV it reads."""
+    """The reference backend, and the CPU's. Cost of a decode: one copy of the KV it reads.
+
+    Decodes are computed in float32 on a CPU, in the cache's dtype elsewhere.
+    """
 
     name: ClassVar[str] = "torch"
     support: ClassVar[AttentionSupport] = AttentionSupport(contiguous_only=True)
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
+        self._workspaces: dict[tuple[torch.dtype, bool], Tensor] = {}
         self._pages_per_block = 2 * shape.num_layers
-        self._workspace: Tensor | None = None
+        slot_bytes = 2 * shape.num_kv_heads * shape.head_dim * _FLOAT32.itemsize
+        self._max_slots = _MAX_WORKSPACE_BYTES // slot_bytes if shape.device == "cpu" else _NO_LIMIT
 
     def _bind(self, kv_cache: Tensor) -> None:
+        shape = self.shape
         self._device = kv_cache.device
         self._dtype = kv_cache.dtype
-        # Two flat views of the cache: by page, to gather whole blocks, and by slot, to write.
-        self._pages = kv_cache.view(-1, self.shape.block_size, *kv_cache.shape[-2:])
-        self._slots = kv_cache.view(-1, *kv_cache.shape[-2:])
+        self._compute_dtype = _FLOAT32 if shape.device == "cpu" else self._dtype
+        # Flat views that begin at each layer, so that one set of indices serves all: by page, to
+        # read whole blocks, and by slot, to write.
+        pages = kv_cache.view(-1, shape.block_size, *kv_cache.shape[-2:])
+        self._pages = [pages[2 * layer :] for layer in range(shape.num_layers)]
+        self._slots = [pages.flatten(0, 1) for pages in self._pages]
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._num_decodes = batch.num_decodes
-        first_pages = batch.slot_blocks * self._pages_per_block
-        self._key_slots = first_pages * self.shape.block_size + batch.slot_offsets
-        self._decodes: dict[int | None, _DecodePlan] = {}
-        self._chunks: dict[int | None, list[_ChunkPlan]] = {}
+        block_size = self.shape.block_size
+        keys = batch.slot_blocks * (self._pages_per_block * block_size) + batch.slot_offsets
+        self._written = torch.stack((keys, keys + block_size), dim=1)
+        self._decodes: dict[int | None, list[_Decodes]] = {}
+        self._chunks: dict[int | None, list[_Chunk]] = {}
         for window in dict.fromkeys(self.shape.windows):
-            if batch.num_decodes:
-                self._decodes[window] = self._plan_decodes(batch, window)
+            self._decodes[window] = self._plan_decodes(batch, window)
             self._chunks[window] = self._plan_chunks(batch, window)
 
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._write(layer, key, value)
+    def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        self._slots[layer].index_put_((self._written,), key_value.to(self._dtype))
         window = self.shape.windows[layer]
-        seen = torch.empty_like(query)
-        if self._num_decodes:
-            decodes = slice(0, self._num_decodes)
-            seen[decodes] = self._decode(layer, query[decodes], self._decodes[window])
-        for chunk in self._chunks[window]:
-            seen[chunk.tokens] = self._prefill(layer, query, key, value, chunk)
+        decodes, chunks = self._decodes[window], self._chunks[window]
+        if len(decodes) == 1 and decodes[0].rows is None:
+            return self._decode(layer, query, decodes[0])
+        seen = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for plan in decodes:
+            seen[plan.rows] = self._decode(layer, query[plan.rows], plan)
+        for chunk in chunks:
+            seen[chunk.tokens] = self._prefill(layer, query, key_value, chunk)
         return seen
 
-    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        keys = self._key_slots + 2 * layer * self.shape.block_size
-        self._slots.index_copy_(0, keys, key)
-        self._slots.index_copy_(0, keys + self.shape.block_size, value)
+    def _plan_decodes(self, batch: AttentionBatch, window: int | None) -> list[_Decodes]:
+        block_size = self.shape.block_size
+        groups = group_decodes(batch, window, block_size=block_size, max_slots=self._max_slots)
+        return [self._plan_group(batch, group) for group in groups]
 
-    def _plan_decodes(self, batch: AttentionBatch, window: int | None) -> _DecodePlan:
-        block_size, count = self.shape.block_size, batch.num_decodes
-        seq_lens = batch.seq_lens[:count]
-        first_seen = np.zeros_like(seq_lens) if window is None else seq_lens - window
-        first_blocks = np.maximum(first_seen, 0) // block_size
-        width = int((-(-seq_lens // block_size) - first_blocks).max())
-        positions = first_blocks[:, None] * block_size + np.arange(width * block_size)
-        is_seen = (positions < seq_lens[:, None]) & (positions >= first_seen[:, None])
-        columns = np.minimum(
-            first_blocks[:, None] + np.arange(width), batch.block_tables.shape[1] - 1
-        )
-        blocks = batch.block_tables[:count].gather(1, self._to_device(columns.astype(np.int64)))
-        bias = torch.zeros(is_seen.shape, dtype=self._dtype)
-        bias.masked_fill_(torch.from_numpy(~is_seen), -torch.inf)
-        return _DecodePlan(
-            pages=blocks.flatten().to(torch.int64) * self._pages_per_block,
-            bias=bias.to(self._device)[:, None, None, :],
-            unseen=self._to_device(np.flatnonzero(~is_seen)),
+    def _plan_group(self, batch: AttentionBatch, group: DecodeGroup) -> _Decodes:
+        rows = self._places(group, batch.query_lens.size)
+        tables = batch.block_tables[: batch.num_decodes] if rows is None else batch.block_tables
+        if rows is not None:
+            tables = tables[rows]
+        shared = tables[0, : group.num_shared_blocks] if group.num_shared_blocks else None
+        bias = torch.zeros(group.is_unseen.shape, dtype=self._compute_dtype)
+        bias.masked_fill_(torch.from_numpy(group.is_unseen), -torch.inf)
+        return _Decodes(
+            rows=rows,
+            shared_pages=None if shared is None else self._pages_of(shared),
+            own_pages=self._pages_of(tables.gather(1, self._to_device(group.own_columns))),
+            bias=bias.to(self._device).unsqueeze(1),
+            unseen=self._to_device(np.flatnonzero(group.is_unseen)),
         )
 
-    def _decode(self, layer: int, query: Tensor, plan: _DecodePlan) -> Tensor:
+    def _places(self, group: DecodeGroup, batch_size: int) -> Tensor | slice | None:
+        first, last = int(group.rows[0]), int(group.rows[-1])
+        if last - first + 1 != group.rows.size:
+            return self._to_device(group.rows)
+        return None if group.rows.size == batch_size else slice(first, last + 1)
+
+    def _decode(self, layer: int, query: Tensor, plan: _Decodes) -> Tensor:
         shape, count = self.shape, query.shape[0]
-        key, value = self._gather(layer, plan.pages)
-        for gathered in (key, value):
-            # A bias of -inf does not hide NaN, and a weight of 0 times NaN is NaN: overwrite them.
-            gathered.flatten(0, 1).index_fill_(0, plan.unseen, 0)
-        seen = F.scaled_dot_product_attention(
-            query.view(count, shape.num_kv_heads, -1, shape.head_dim),
-            key.view(count, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2),
-            value.view(count, -1, shape.num_kv_heads, shape.head_dim).transpose(1, 2),
-            attn_mask=plan.bias,
-            scale=shape.scale,
-        )
-        return seen.reshape(query.shape)
+        num_heads, head_dim = shape.num_kv_heads, shape.head_dim
+        # Head first: what all sequences share is then one product for each head.
+        by_row = query.view(count, num_heads, -1, head_dim)
+        grouped = by_row.transpose(0, 1).to(self._compute_dtype).contiguous()
+        keys, values = self._gather(layer, plan.own_pages, unseen=plan.unseen)
+        keys, values = (part.view(count, -1, num_heads, head_dim) for part in (keys, values))
+        scores = score_rows(grouped, keys, plan.bias, shape.scale)
+        if plan.shared_pages is None:
+            seen = mix_rows(torch.softmax(scores, dim=-1), values)
+        else:
+            shared = self._gather(layer, plan.shared_pages, is_second=True)
+            seen = attend_with_shared(grouped, shared, scores, values, shape.scale)
+        return seen.transpose(0, 1).to(query.dtype).reshape(count, shape.num_heads, head_dim)
 
-    def _gather(self, layer: int, first_pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy whole blocks into the workspace: two of (num_pages, block_size, heads, head_dim)."""
-        num_pages = first_pages.shape[0]
-        if self._workspace is None or self._workspace.shape[1] < num_pages:
-            size = (2, num_pages * 5 // 4, *self._pages.shape[1:])
-            self._workspace = torch.empty(size, dtype=self._dtype, device=self._device)
-        key, value = self._workspace[0, :num_pages], self._workspace[1, :num_pages]
-        pages = first_pages + 2 * layer
-        torch.index_select(self._pages, 0, pages, out=key)
-        torch.index_select(self._pages, 0, pages + 1, out=value)
-        return key, value
+    def _gather(
+        self,
+        layer: int,
+        pages: Tensor,
+        *,
+        unseen: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        is_second: bool = False,
+    ) -> Tensor:
+        """Copy blocks into a workspace: (2, num_slots, num_kv_heads, head_dim), keys first.
 
-    def _plan_chunks(self, batch: AttentionBatch, window: int | None) -> list[_ChunkPlan]:
+        Args:
+            unseen: slots to overwrite, since they may hold NaN: a bias of -inf does not hide it,
+                and a weight of 0 times NaN is NaN.
+            dtype: what to return; None takes the dtype in which decodes are computed.
+            is_second: whether the first workspace must stay as it is.
+        """
+        gathered = self._workspace(pages.shape[0], self._dtype, is_second)
+        torch.index_select(self._pages[layer], 0, pages, out=gathered)
+        keys_values = gathered.view(2, -1, *gathered.shape[-2:])
+        if unseen is not None and unseen.shape[0]:
+            keys_values.index_fill_(1, unseen, 0)
+        dtype = self._compute_dtype if dtype is None else dtype
+        if dtype == self._dtype:
+            return keys_values
+        converted = self._workspace(pages.shape[0], dtype, is_second)
+        return converted.view(keys_values.shape).copy_(keys_values)
+
+    def _plan_chunks(self, batch: AttentionBatch, window: int | None) -> list[_Chunk]:
         plans = []
         start = batch.num_decodes
         for index in range(batch.num_decodes, batch.seq_lens.size):
@@ -158,7 +203,7 @@ class TorchAttentionBackend(AttentionBackend):
             tokens = slice(start, start + query_len)
             start += query_len
             if query_len == seq_len and (window is None or window >= seq_len):
-                plans.append(_ChunkPlan(tokens=tokens, pages=None, slots=slice(0), mask=None))
+                plans.append(_Chunk(tokens=tokens, pages=None, slots=slice(0), mask=None))
             else:
                 table = batch.block_tables[index]
                 plans.append(self._plan_chunk(table, tokens, query_len, seq_len, window))
@@ -166,42 +211,56 @@ class TorchAttentionBackend(AttentionBackend):
 
     def _plan_chunk(
         self, table: Tensor, tokens: slice, query_len: int, seq_len: int, window: int | None
-    ) -> _ChunkPlan:
+    ) -> _Chunk:
         block_size = self.shape.block_size
         first_query = seq_len - query_len
         first_seen = 0 if window is None else max(first_query - window + 1, 0)
         first_block = first_seen // block_size
-        blocks = table[first_block : -(-seq_len // block_size)].to(torch.int64)
         slots = torch.arange(first_seen, seq_len, device=self._device)
         queries = torch.arange(first_query, seq_len, device=self._device)[:, None]
-        mask = slots <= queries
+        is_unseen = slots > queries
         if window is not None:
-            mask &= slots > queries - window
+            is_unseen |= slots <= queries - window
+        mask = torch.zeros(is_unseen.shape, dtype=_FLOAT32, device=self._device)
         origin = first_block * block_size
-        return _ChunkPlan(
+        return _Chunk(
             tokens=tokens,
-            pages=blocks * self._pages_per_block,
+            pages=self._pages_of(table[first_block : -(-seq_len // block_size)]),
             slots=slice(first_seen - origin, seq_len - origin),
-            mask=mask,
+            mask=mask.masked_fill_(is_unseen, -torch.inf),
         )
 
-    def _prefill(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, chunk: _ChunkPlan
-    ) -> Tensor:
-        query, key, value = query[chunk.tokens], key[chunk.tokens], value[chunk.tokens]
-        if chunk.pages is not None:
-            pages = self._gather(layer, chunk.pages)
-            key, value = (gathered.flatten(0, 1)[chunk.slots] for gathered in pages)
-        seen = F.scaled_dot_product_attention(
+    def _prefill(self, layer: int, query: Tensor, key_value: Tensor, chunk: _Chunk) -> Tensor:
+        query, mask = query[chunk.tokens], chunk.mask
+        if chunk.pages is None:
+            key, value = key_value[chunk.tokens].permute(1, 2, 0, 3)
+        else:
+            seen = self._gather(layer, chunk.pages, dtype=query.dtype)
+            key, value = seen[:, chunk.slots].permute(0, 2, 1, 3)
+        attended = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
+            key[None],
+            value[None],
+            attn_mask=None if mask is None else mask.to(query.dtype),
+            is_causal=mask is None,
             scale=self.shape.scale,
             enable_gqa=True,
         )
-        return seen[0].transpose(0, 1)
+        return attended[0].transpose(0, 1)
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
+    def _pages_of(self, blocks: Tensor) -> Tensor:
+        """The pages of some blocks in layer 0: all keys, then all values, flat."""
+        keys = blocks.flatten().to(torch.int64) * self._pages_per_block
+        return torch.cat((keys, keys + 1))
+
+    def _workspace(self, num_pages: int, dtype: torch.dtype, is_second: bool) -> Tensor:
+        """A buffer that grows; what it holds lives until the next call that asks for it."""
+        key = (dtype, is_second)
+        buffer = self._workspaces.get(key)
+        if buffer is None or buffer.shape[0] < num_pages:
+            size = (num_pages * 5 // 4, *self._pages[0].shape[1:])
+            buffer = self._workspaces[key] = torch.empty(size, dtype=dtype, device=self._device)
+        return buffer[:num_pages]
+
+    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

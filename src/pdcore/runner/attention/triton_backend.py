@@ -83,9 +83,9 @@ class TritonAttentionBackend(AttentionBackend):
             self._tiles(sequences[num_decodes:], batch.query_lens[num_decodes:], queries_per_tile),
         ]
 
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         key_cache, value_cache = self._caches[layer]
-        self._write(key_cache, value_cache, key, value)
+        self._write(key_cache, value_cache, key_value[:, 0], key_value[:, 1])
         seen = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for tiles in self._launches:
             if tiles is not None:

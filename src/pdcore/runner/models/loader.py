@@ -12,7 +12,10 @@ from torch import Tensor
 
 from pdcore.errors import ConfigError, MissingExtra, MissingWeights, PdcoreError, UnsupportedModel
 from pdcore.runner.models.config import ModelConfig, config_from_hf
+from pdcore.runner.models.linear import make_linear
 from pdcore.runner.models.llama import DecoderLayer, LlamaModel
+from pdcore.runner.models.norm import RMSNorm
+from pdcore.runner.models.rope import interleave_halves
 from pdcore.runner.models.weights import SafetensorsSource, WeightSource
 
 __all__ = ["load_model"]
@@ -88,22 +91,27 @@ class _Assembler:
     source: WeightSource
     device: torch.device
     dtype: torch.dtype
+    digest: hashlib._Hash = attrs.field(init=False)
+
+    @digest.default
+    def _start_digest(self) -> hashlib._Hash:
+        return hashlib.sha256(repr(attrs.astuple(self.config)).encode())
 
     def assemble(self) -> LlamaModel:
         config = self.config
         vocabulary = (config.vocab_size, config.hidden_size)
         embed_tokens = self._tensor("model.embed_tokens.weight", vocabulary)
+        self._digest(embed_tokens)
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        final_norm = self._tensor("model.norm.weight", (config.hidden_size,))
         tied = config.tie_word_embeddings
         lm_head = embed_tokens if tied else self._tensor("lm_head.weight", vocabulary)
         return LlamaModel(
             config=config,
             embed_tokens=embed_tokens,
             layers=layers,
-            final_norm=final_norm,
-            lm_head=lm_head,
-            fingerprint=_fingerprint(config, (embed_tokens, layers[0].qkv, layers[-1].down)),
+            final_norm=self._norm("model.norm.weight"),
+            lm_head=make_linear(lm_head),
+            fingerprint=self.digest.hexdigest()[:32],
         )
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -111,46 +119,59 @@ class _Assembler:
         hidden, inner = config.hidden_size, config.intermediate_size
         query_size = config.num_heads * config.head_dim
         output_bias = prefix + "self_attn.o_proj.bias"
+        attention_norm = self._norm(prefix + "input_layernorm.weight")
+        qkv = self._qkv(prefix, "weight", (hidden,))
+        gate_up = [
+            self._tensor(f"{prefix}mlp.{name}_proj.weight", (inner, hidden))
+            for name in ("gate", "up")
+        ]
+        down = self._tensor(prefix + "mlp.down_proj.weight", (hidden, inner))
+        if index == 0:
+            self._digest(qkv)
+        if index == config.num_layers - 1:
+            self._digest(down)
         return DecoderLayer(
-            attention_norm=self._tensor(prefix + "input_layernorm.weight", (hidden,)),
-            qkv=self._qkv(prefix, "weight", (hidden,)),
-            qkv_bias=self._qkv(prefix, "bias", ()) if config.qkv_bias else None,
+            attention_norm=attention_norm,
+            qkv=make_linear(qkv, self._qkv(prefix, "bias", ()) if config.qkv_bias else None),
             qk_norm=self._qk_norm(prefix) if config.qk_norm else None,
-            output=self._tensor(prefix + "self_attn.o_proj.weight", (hidden, query_size)),
-            output_bias=self._tensor(output_bias, (hidden,)) if config.output_bias else None,
-            feed_forward_norm=self._tensor(prefix + "post_attention_layernorm.weight", (hidden,)),
-            gate_up=torch.cat(
-                [
-                    self._tensor(f"{prefix}mlp.{n}_proj.weight", (inner, hidden))
-                    for n in ("gate", "up")
-                ]
+            output=make_linear(
+                self._tensor(prefix + "self_attn.o_proj.weight", (hidden, query_size)),
+                self._tensor(output_bias, (hidden,)) if config.output_bias else None,
             ),
-            down=self._tensor(prefix + "mlp.down_proj.weight", (hidden, inner)),
+            feed_forward_norm=self._norm(prefix + "post_attention_layernorm.weight"),
+            gate_up=make_linear(torch.cat(gate_up)),
+            down=make_linear(down),
         )
+
+    def _norm(self, name: str) -> RMSNorm:
+        weight = self._tensor(name, (self.config.hidden_size,))
+        return RMSNorm(weight, self.config.rms_norm_eps)
 
     def _qkv(self, prefix: str, kind: str, trailing: tuple[int, ...]) -> Tensor:
         config = self.config
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        return torch.cat(
-            [
-                self._tensor(
-                    f"{prefix}self_attn.{name}_proj.{kind}", (count * config.head_dim, *trailing)
-                )
-                for name, count in heads.items()
-            ]
-        )
+        parts = []
+        for name, count in heads.items():
+            part = self._tensor(
+                f"{prefix}self_attn.{name}_proj.{kind}", (count * config.head_dim, *trailing)
+            )
+            parts.append(part if name == "v" else interleave_halves(part, count))
+        return torch.cat(parts)
 
     def _qk_norm(self, prefix: str) -> Tensor:
         config = self.config
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
-        return torch.cat(
-            [
-                self._tensor(f"{prefix}self_attn.{name}_norm.weight", (config.head_dim,))
-                .unsqueeze(0)
-                .expand(count, -1)
-                for name, count in heads.items()
-            ]
-        )
+        parts = []
+        for name, count in heads.items():
+            weight = self._tensor(f"{prefix}self_attn.{name}_norm.weight", (config.head_dim,))
+            parts.append(interleave_halves(weight, 1).unsqueeze(0).expand(count, -1))
+        return torch.cat(parts)
+
+    def _digest(self, tensor: Tensor) -> None:
+        """Take in a few rows of a weight, before it is packed: cheap, and enough to differ."""
+        step = max(1, tensor.shape[0] // _NUM_DIGEST_ROWS)
+        self.digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        self.digest.update(tensor[::step].float().cpu().numpy().tobytes())
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.source.read(name)
@@ -160,13 +181,3 @@ class _Assembler:
                 f"but the config calls for {shape}"
             )
         return tensor.to(device=self.device, dtype=self.dtype)
-
-
-def _fingerprint(config: ModelConfig, tensors: tuple[Tensor, ...]) -> str:
-    """Digest the shape, the dtype and a few rows of some weights: cheap, and enough to differ."""
-    digest = hashlib.sha256(repr(attrs.astuple(config)).encode())
-    for tensor in tensors:
-        step = max(1, tensor.shape[0] // _NUM_DIGEST_ROWS)
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor[::step].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]

@@ -1,4 +1,8 @@
-"""Rotary position embedding (Su et al., 2021, "RoFormer"), half-split as in Llama."""
+"""Rotary position embedding (Su et al., 2021, "RoFormer").
+
+Checkpoints keep the two numbers of a pair half a head apart. Here they are neighbours, so that a
+rotation is one product of complex numbers: the loader reorders the projections once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor
 from pdcore.errors import ConfigError
 from pdcore.runner.models.config import Llama3Scaling, RopeConfig
 
-__all__ = ["RotaryTable", "apply_rotary", "inverse_frequencies"]
+__all__ = ["RotaryTable", "apply_rotary", "interleave_halves", "inverse_frequencies"]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -39,7 +43,7 @@ def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines for every position, computed once in fp32.
+    """The rotations of every position as complex numbers of length 1, computed once.
 
     Args:
         rope: the embedding's parameters.
@@ -53,19 +57,29 @@ class RotaryTable:
     ) -> None:
         positions = torch.arange(num_positions, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-        self._table = torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
+        self._table = torch.complex(angles.cos(), angles.sin())[:, None].to(device)
 
-    def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, each fp32 ``(num_tokens, 1, head_dim // 2)``."""
-        rows = self._table.index_select(0, positions)
-        return rows[:, 0:1], rows[:, 1:2]
+    def lookup(self, positions: Tensor) -> Tensor:
+        """Return the rotations, complex64 ``(num_tokens, 1, head_dim // 2)``."""
+        return self._table.index_select(0, positions)
 
 
-def apply_rotary(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate ``(num_tokens, num_heads, head_dim)`` in fp32; returns a new tensor of its dtype."""
-    first, second = heads.float().chunk(2, dim=-1)
-    rotated = torch.empty_like(heads)
-    half = first.shape[-1]
-    rotated[..., :half] = first * cosines - second * sines
-    rotated[..., half:] = second * cosines + first * sines
-    return rotated
+def interleave_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Bring the two halves of each head together in pairs: 0, d/2, 1, d/2 + 1, ...
+
+    Args:
+        weight: (num_heads * head_dim, ...), of a query or key projection; scores do not change when
+            both are reordered alike.
+    """
+    halves = weight.view(num_heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def apply_rotary(heads: Tensor, rotations: Tensor) -> None:
+    """Rotate the pairs of ``(num_tokens, num_heads, head_dim)`` in place, in float32."""
+    pairs = heads.view(*heads.shape[:-1], -1, 2)
+    if heads.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotations)
+    else:
+        rotated = torch.view_as_complex(pairs.float()).mul_(rotations)
+        pairs.copy_(torch.view_as_real(rotated))
