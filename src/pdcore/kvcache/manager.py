@@ -51,21 +51,20 @@ class BlockTableDelta:
     ids: BlockIds
 
     @classmethod
-    def empty(cls) -> BlockTableDelta:
-        """No change."""
-        return cls(_NO_ROWS, _NO_ROWS, _NO_BLOCKS)
-
-    @classmethod
     def join(cls, deltas: list[BlockTableDelta]) -> BlockTableDelta:
         """Several changes as one, in order."""
-        deltas = [delta for delta in deltas if delta.ids.size]
-        if len(deltas) < 2:
-            return deltas[0] if deltas else cls.empty()
+        if not deltas:
+            return _NO_DELTA
+        if len(deltas) == 1:
+            return deltas[0]
         return cls(
             np.concatenate([delta.rows for delta in deltas]),
             np.concatenate([delta.positions for delta in deltas]),
             np.concatenate([delta.ids for delta in deltas]),
         )
+
+
+_NO_DELTA = BlockTableDelta(_NO_ROWS, _NO_ROWS, _NO_BLOCKS)
 
 
 class KVCacheManager:
@@ -105,6 +104,8 @@ class KVCacheManager:
             )
         self.pool = pool
         self.block_size = pool.block_size
+        # An array, since numpy multiplies by it faster than by one of Python's integers.
+        self._width = np.array(pool.block_size, np.int64)
         self.enable_prefix_caching = enable_prefix_caching
         self.sliding_window = groups[0].sliding_window if groups else None
         self.hasher = hasher or PrefixHasher(pool.block_size)
@@ -248,7 +249,7 @@ class KVCacheManager:
         """
         total = int(needed.sum())
         if not total:
-            return BlockTableDelta.empty()
+            return _NO_DELTA
         growing = needed > 0
         rows, needed = rows[growing], needed[growing]
         if total == rows.size:
@@ -265,7 +266,7 @@ class KVCacheManager:
 
     def full_rows(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
         """Which rows have no slot left behind their first ``num_tokens`` tokens."""
-        full: npt.NDArray[np.bool_] = self.num_blocks[rows] * self.block_size <= num_tokens
+        full: npt.NDArray[np.bool_] = self.num_blocks[rows] * self._width <= num_tokens
         return full
 
     def add_blocks(self, rows: Rows) -> BlockTableDelta:
@@ -283,9 +284,8 @@ class KVCacheManager:
 
     def filling(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
         """Which rows' first ``num_tokens`` tokens fill a block that has had no key yet."""
-        filling: npt.NDArray[np.bool_] = (
-            num_tokens >= (self._num_published[rows] + 1) * self.block_size
-        )
+        unnamed = num_tokens - self._num_published[rows] * self._width
+        filling: npt.NDArray[np.bool_] = unnamed >= self._width
         return filling
 
     def num_published(self, rows: Rows) -> Rows:
@@ -353,7 +353,7 @@ class KVCacheManager:
                 still read behind the window of those that are only planned.
         """
         if self.sliding_window is None:
-            return BlockTableDelta.empty()
+            return _NO_DELTA
         behind = self._blocks_behind_window(num_processed)
         deltas = []
         for row, end in zip(rows.tolist(), behind.tolist(), strict=True):

@@ -51,6 +51,8 @@ class AdmissionPass:
         if plan.preempted:
             core.closed = SkipCode.ADMISSION_CLOSED
             return
+        if not (len(core.waiting) or len(core.landed)):
+            return
         passed_over: list[tuple[WaitingTable, RequestState]] = []
         for queue, state in self._candidates(plan):
             if plan.token_budget <= 0:

@@ -98,11 +98,11 @@ class Commit:
     def _append(self, index: Index, rows: Rows, tokens: Int32Array) -> Rows:
         """Add one token to each row; return how many each has now."""
         table = self._core.table
-        place = table.num_tokens[index] % table.block_size
+        place = table.num_tokens[index] % table.width
         table.tail[rows, place] = tokens
         table.num_tokens[index] += _ONE
         table.num_in_flight[index] -= _ONE
-        filled = place == table.block_size - 1
+        filled = place == table.last_place
         if any_set(filled):
             table.flush_full(rows[filled])
         num_tokens: Rows = table.num_tokens[index]

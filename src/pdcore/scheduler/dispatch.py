@@ -40,7 +40,8 @@ class Dispatch:
         rows, num_tokens = plan.all_rows()
         batch = table.batch_of(rows)
         index = rows if batch is None else batch.index
-        computed = table.num_computed[index].copy()
+        computed = table.num_computed[index]
+        before = computed.astype(np.int32)
         if batch is not None and num_tokens is batch.ones:
             after = computed + _ONE
             samples, num_planned = batch.all_sample, rows.size
@@ -55,13 +56,13 @@ class Dispatch:
         table.num_in_flight[index] += samples
         core.counters.num_steps += 1
         core.counters.num_scheduled_tokens += num_planned
-        new_reqs, delta = self._describe_new(plan, rows, computed)
+        new_reqs, delta = self._describe_new(plan, rows, before)
         finished_rows, core.finished_rows = core.finished_rows, []
 
         def undo() -> None:
             core.finished_rows = finished_rows
             table.is_level = False
-            table.num_computed[rows] = computed
+            table.num_computed[rows] = before
             table.num_in_flight[rows] -= samples
             core.counters.num_steps -= 1
             core.counters.num_scheduled_tokens -= num_planned
@@ -72,11 +73,11 @@ class Dispatch:
             rows=rows.astype(np.int32) if batch is None else batch.rows,
             epochs=table.epoch[rows] if batch is None else batch.epochs,
             num_scheduled_tokens=num_scheduled,
-            num_computed_tokens=computed.astype(np.int32),
+            num_computed_tokens=before,
             samples=samples,
             scheduled_new_reqs=new_reqs,
-            block_rows=delta.rows.astype(np.int32),
-            block_positions=delta.positions.astype(np.int32),
+            block_rows=delta.rows.astype(np.int32) if delta.ids.size else _NO_ROWS,
+            block_positions=delta.positions.astype(np.int32) if delta.ids.size else _NO_ROWS,
             block_ids=delta.ids,
             finished_rows=np.array(finished_rows, np.int32) if finished_rows else _NO_ROWS,
         )
@@ -93,7 +94,7 @@ class Dispatch:
         return output if meta is None else attrs.evolve(output, connector_meta=meta)
 
     def _describe_new(
-        self, plan: Plan, rows: Rows, computed: Rows
+        self, plan: Plan, rows: Rows, computed: npt.NDArray[np.int32]
     ) -> tuple[tuple[NewRequestData, ...], BlockTableDelta]:
         """Rows that the workers must be told of in full, and the table changes of the others."""
         core, table = self._core, self._core.table

@@ -102,7 +102,9 @@ class RunningPass:
         plan.rows, plan.num_tokens = batch.at, batch.ones
         plan.token_budget -= num_rows
         if manager.enable_prefix_caching:
-            known = np.minimum(computed + _ONE, table.num_tokens[batch.index])
+            known = computed + _ONE
+            if core.in_flight:
+                known = np.minimum(known, table.num_tokens[batch.index])
             filling = manager.filling(batch.index, known)
             if any_set(filling):
                 publish_filled(core, batch.at[filling], known[filling], step=plan.step_id)

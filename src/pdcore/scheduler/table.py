@@ -70,6 +70,8 @@ class RequestTable:
     def __init__(self, num_rows: int, block_size: int) -> None:
         self.num_rows = num_rows
         self.block_size = block_size
+        # Arrays, since numpy computes faster with them than with Python's integers.
+        self.width, self.last_place = np.array(block_size), np.array(block_size - 1)
         self.epoch = np.zeros(num_rows, np.int32)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)

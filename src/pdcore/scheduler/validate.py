@@ -13,6 +13,8 @@ from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.request import Request
 from pdcore.scheduler.core import Core
 
+_ZERO = np.array(0, np.int32)
+
 __all__ = ["policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
 
 
@@ -74,7 +76,7 @@ def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
             f"the result of step {output.step_id} has rows {rows.shape}, epochs {epochs.shape} and "
             f"sampled_token_ids {tokens.shape}: expected (n,), (n,) and (n, 1)"
         )
-    if any_set(tokens < 0):
+    if any_set(tokens < _ZERO):
         raise OutputMismatch(f"the result of step {output.step_id} holds a negative token id")
     drawing, expected_rows, expected_epochs = output.samples, output.rows, output.epochs
     if not all_set(drawing):
@@ -107,4 +109,4 @@ def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
 
 
 def _are_equal(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> bool:
-    return one is other or (one.size == other.size and all_set(one == other))
+    return one is other or (one.dtype == other.dtype and one.tobytes() == other.tobytes())
