@@ -55,7 +55,13 @@ class BlockPool(ABC):
     Args:
         num_blocks: how many blocks there are, the null block included; at least 2.
         block_size: tokens in a block.
+
+    Attributes:
+        reports_events: whether `events` may ever return any. Where not, nobody need say which key
+            is the parent of which.
     """
+
+    reports_events: bool = True
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 2:

@@ -323,7 +323,9 @@ class KVCacheManager:
         """
         positions = self._num_published[rows]
         keys = self.hasher.each([self._last_key(it) for it in sequences], tails, positions)
-        parents = [sequence.keys[-1] if sequence.keys else None for sequence in sequences]
+        parents = None
+        if self.pool.reports_events:
+            parents = [sequence.keys[-1] if sequence.keys else None for sequence in sequences]
         for sequence, key in zip(sequences, keys, strict=True):
             sequence.keys.append(key)
         self.pool.publish(self.block_table[rows, positions], keys, step, parents=parents)
@@ -443,7 +445,9 @@ class KVCacheManager:
     def _publish(self, block_ids: BlockIds, sequence: TokenSequence, start: int, step: int) -> None:
         keys = sequence.keys[start : start + block_ids.size]
         if keys:
-            parents = [sequence.keys[start - 1] if start else None, *keys[:-1]]
+            parents = None
+            if self.pool.reports_events:
+                parents = [sequence.keys[start - 1] if start else None, *keys[:-1]]
             self.pool.publish(block_ids[: len(keys)], keys, step, parents=parents)
 
     def _prune(self, row: int, start: int, end: int) -> BlockTableDelta:

@@ -55,6 +55,7 @@ class LRUBlockPool(BlockPool):
         self._num_holds = np.zeros(num_blocks, np.int32)
         self._num_quarantines = np.zeros(num_blocks, np.int32)
         self._generation = np.zeros(num_blocks, np.int64)
+        self.reports_events = enable_events
         self._keys = BlockKeys(num_blocks, enable_events=enable_events)
         # Popped from the end, so that a new pool hands out 1, 2, 3, ...
         self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)

@@ -99,18 +99,22 @@ class Dispatch:
         """Rows that the workers must be told of in full, and the table changes of the others."""
         core, table = self._core, self._core.table
         delta = BlockTableDelta.join(plan.deltas)
-        told = list(plan.admitted_rows)
+        if not (plan.admitted_rows or table.num_to_refresh):
+            return (), delta
+        # Those admitted in this step come last.
+        places = np.arange(rows.size - len(plan.admitted_rows), rows.size)
         if table.num_to_refresh:
-            refreshed = plan.rows[table.needs_refresh[plan.rows]]
+            is_stale = table.needs_refresh[plan.rows]
+            refreshed = plan.rows[is_stale]
             table.refresh(refreshed, needed=False)
             core.record(lambda: table.refresh(refreshed, needed=True))
             kept = ~np.isin(delta.rows, refreshed)
             delta = BlockTableDelta(delta.rows[kept], delta.positions[kept], delta.ids[kept])
-            told = refreshed.tolist() + told
-        if not told:
+            places = np.concatenate((np.flatnonzero(is_stale), places))
+        if not places.size:
             return (), delta
-        computed_of = dict(zip(rows.tolist(), computed.tolist(), strict=True))
-        return tuple(self._new_request_data(row, computed_of[row]) for row in told), delta
+        told = zip(rows[places].tolist(), computed[places].tolist(), strict=True)
+        return tuple(self._new_request_data(row, num_computed) for row, num_computed in told), delta
 
     def _new_request_data(self, row: int, num_computed: int) -> NewRequestData:
         core, table = self._core, self._core.table
