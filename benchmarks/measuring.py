@@ -20,7 +20,18 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Case", "Contender", "Ratio", "Report", "contenders", "measure", "parser"]
+__all__ = [
+    "Case",
+    "Contender",
+    "Ratio",
+    "Report",
+    "contenders",
+    "cpu_name",
+    "measure",
+    "parser",
+    "progress",
+    "run",
+]
 
 CONTENDERS = Path(__file__).parent / "contenders"
 Figures = dict[str, float]

@@ -124,3 +124,10 @@ def test_status_changes_only_along_the_table(path: list[RequestStatus]) -> None:
             with pytest.raises(IllegalTransition, match=" -> ".join(s.value for s in walked)):
                 move(state, target)
         assert state.status is walked[-1]
+
+
+@pytest.mark.parametrize("prompt", [[True, False], [1.5], [None], ["1"], [1, None], [2**31], [-1]])
+def test_a_list_of_what_are_no_token_ids_is_refused(prompt: list[object]) -> None:
+    """In words, whichever way the list is read."""
+    with pytest.raises(InvalidRequest):
+        Request("r", prompt)  # type: ignore[arg-type]

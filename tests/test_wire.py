@@ -167,3 +167,10 @@ def assert_same(found: Any, expected: Any) -> None:
             assert_same(getattr(found, field.name), getattr(expected, field.name))
     else:
         assert found == expected
+
+
+def test_what_a_grammar_is_made_from_may_have_an_equality_of_its_own() -> None:
+    """An array, which compares to an array, costs nobody else the plan."""
+    sampling = SamplingParams(structured_output=np.arange(3))
+    read = pickle.loads(pickle.dumps(sampling))
+    assert read.structured_output.tolist() == [0, 1, 2]

@@ -110,7 +110,8 @@ class BatchQueue:
 
     Whatever goes wrong, also Ctrl-C, empties the pipe: once the executor has done all that it was
     given, every plan is taken back, the newest first. No request is lost by it, and the next `step`
-    begins with what was taken back, unless the executor is dead.
+    begins with what was taken back, unless the executor is dead. An interrupt in the moment in
+    which a result is taken in may cost the application that one `StepResult`.
 
     Args:
         scheduler: what to run.
@@ -177,11 +178,12 @@ class BatchQueue:
         self._is_broken = True
         for plan in self._under_way:
             plan.settle()
-        while self._under_way:
-            plan = self._under_way.pop()
-            self._scheduler.abandon(
-                plan.output, dispatched=True, transfer_report=plan.transfer_report
-            )
+        reports = {plan.output.step_id: plan.transfer_report for plan in self._under_way}
+        # The scheduler knows best: an interrupt may have come before a plan was queued here.
+        for output in reversed(self._scheduler.in_flight):
+            report = reports.get(output.step_id)
+            self._scheduler.abandon(output, dispatched=True, transfer_report=report)
+        self._under_way.clear()
         self._is_broken = False
 
     @contextmanager

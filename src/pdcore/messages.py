@@ -179,10 +179,9 @@ def _pack_new_reqs(new_reqs: tuple[NewRequestData, ...]) -> tuple[Any, ...]:
     places: dict[Any, int] = {}
     kinds = []
     for new in new_reqs:
-        try:
-            kind = places.setdefault(new.sampling, len(samplings))
-        except TypeError:  # what a grammar is made from may have no hash
-            kind = len(samplings)
+        kind = len(samplings)
+        if new.sampling.structured_output is None:  # else it may be neither hashed nor compared
+            kind = places.setdefault(new.sampling, kind)
         if kind == len(samplings):
             samplings.append(new.sampling)
         kinds.append(kind)

@@ -208,7 +208,9 @@ class SamplingParams:
         changed = {
             name: value
             for name, value in zip(_SAMPLING_FIELDS, _sampling_values(self), strict=True)
-            if value != _SAMPLING_DEFAULTS[name]
+            # What a grammar is made from may have an equality of its own.
+            if value is not _SAMPLING_DEFAULTS[name]
+            and (name == "structured_output" or value != _SAMPLING_DEFAULTS[name])
         }
         return _read_sampling, (changed,)
 
@@ -233,10 +235,12 @@ def _read_sampling(changed: dict[str, Any]) -> SamplingParams:
 
 
 def _packed(values: list[int] | tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-    """A sequence of token ids as an array; None when it holds anything else.
+    """A sequence of token ids as an array; None when it may hold anything else.
 
     Packing a list costs a third of what making an array of it does.
     """
+    if values and isinstance(values[0], bool):
+        return None
     try:
         packed = struct.pack(f"{len(values)}i", *values)
     except struct.error:
@@ -342,6 +346,8 @@ class Request:
         """This request with ``time`` as its arrival, unless it has one. Costs about 2 µs."""
         if self.arrival_time is not None:
             return self
+        if type(self) is not Request:
+            return attrs.evolve(self, arrival_time=time)
         # Nothing but the time is new, so nothing is validated again.
         arrived: Request = object.__new__(Request)
         for name in _REQUEST_FIELDS:

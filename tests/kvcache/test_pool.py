@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pdcore import LRUBlockPool
-from pdcore.errors import BlockMisuse
+from pdcore.errors import BlockMisuse, InvariantBroken
+from pdcore.kvcache import BlockStored, LRUOrder
 from pdcore.testing import block_pool_machine
 
 TestLRUBlockPool = block_pool_machine(
@@ -25,3 +26,41 @@ def test_a_number_of_blocks_that_is_none_is_refused(n: Any) -> None:
         pool.allocate(n)
     pool.check()
     assert pool.num_free_blocks == 8
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, np.int32)
+
+
+def test_an_eviction_order_that_gives_too_few_blocks_is_found_out() -> None:
+    """Allocation is all or nothing, whatever a strategy of somebody else's does."""
+
+    class Short(LRUOrder):
+        def pop(self, n: int) -> Any:
+            return super().pop(n - 1)
+
+    pool = LRUBlockPool(9, 4, eviction=Short(9))
+    taken = pool.allocate(8)
+    pool.publish(taken, [bytes([place]) for place in range(8)], 1)
+    pool.commit(1)
+    pool.release(taken)
+    with pytest.raises(InvariantBroken, match="gave 3 blocks"):
+        pool.allocate(4)
+    pool.check()
+    assert pool.num_free_blocks == 8
+
+
+def test_a_rollback_keeps_the_order_in_which_blocks_were_published() -> None:
+    """Events tell of a parent before its child, also when the child was evicted and came back."""
+    pool = LRUBlockPool(4, 4, enable_events=True)
+    taken = pool.allocate(3)
+    pool.publish(taken, [b"a", b"b", b"c"], 1)
+    pool.release(taken)
+    before = pool.fingerprint()
+    pool.begin(2)
+    pool.allocate(2)
+    pool.rollback(2)
+    assert pool.fingerprint() == before
+    pool.commit(1)
+    keys = [event.key for event in pool.events() if isinstance(event, BlockStored)]
+    assert keys == [b"a", b"b", b"c"]

@@ -139,3 +139,11 @@ def test_a_sequence_grows_like_a_list_and_never_writes_to_the_prompt(
         assert sequence.slice(0, len(sequence)).tolist() == model
         assert early.tolist() == model[:1]
     assert array.tolist() == prompt
+
+
+def test_blocks_of_different_sizes_never_share_a_key() -> None:
+    """Not even when the larger one holds the smaller one's tokens and zeros."""
+    small, large = PrefixHasher(2, secret=b"s"), PrefixHasher(4, secret=b"s")
+    tokens = np.array([5, 6, 0, 0], np.int32)
+    one = small.chain(small.root(None, None), tokens[:2], start=0)
+    assert set(one).isdisjoint(large.chain(large.root(None, None), tokens, start=0))

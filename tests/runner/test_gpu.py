@@ -292,6 +292,7 @@ def test_fingerprint_tells_layouts_apart(make_runner: MakeRunner) -> None:
     """Equal for equal runners, different for another block size or dtype."""
     base = make_runner().fingerprint
     assert base == make_runner().fingerprint
+    assert base.endswith("-rotary-pairs")  # else keys in another order look alike
     assert (
         len(
             {base, make_runner(block_size=8).fingerprint, make_runner(dtype="bfloat16").fingerprint}

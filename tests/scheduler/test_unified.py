@@ -23,7 +23,13 @@ from pdcore import (
     VirtualClock,
 )
 from pdcore.connector.null import NullSchedulerConnector
-from pdcore.errors import ConfigError, DuplicateRequest, InvalidRequest, OutputOrder
+from pdcore.errors import (
+    ConfigError,
+    DuplicateRequest,
+    InvalidRequest,
+    InvariantBroken,
+    OutputOrder,
+)
 from pdcore.kvcache import KVCacheConfig, KVCacheSpec
 from pdcore.messages import TransferKey, TransferReport
 from pdcore.scheduler import Admission, GrammarBackend, GrammarMatcher, SkipCode
@@ -496,3 +502,67 @@ def test_a_paused_scheduler_has_no_work_and_a_report_is_work() -> None:
     assert rig.scheduler.stats().num_late_events == 1
     rig.scheduler.resume()
     assert rig.ends() == {"r": FinishReason.LENGTH}
+
+
+def test_a_result_in_another_order_gives_each_request_its_own_token() -> None:
+    """A runner may return its rows in any order, in steps of decodes as in others."""
+    rig = Rig()
+    for name in ("a", "b", "c"):
+        rig.add(name, 3, max_tokens=6)
+    for _ in range(5):
+        output = rig.scheduler.schedule()
+        order = np.argsort(-output.rows)
+        result = ModelRunnerOutput(
+            rows=output.rows[order],
+            epochs=output.epochs[order],
+            sampled_token_ids=(10 + output.rows[order]).astype(np.int32)[:, None],
+        )
+        told = rig.scheduler.update_from_output(output, result)
+        tokens = dict(zip(told.request_ids, told.token_ids.tolist(), strict=True))
+        assert tokens == {"a": 10, "b": 11, "c": 12}
+        rig.scheduler.check()
+
+
+def test_what_several_plans_share_cannot_be_written_to() -> None:
+    """A runner that scribbles on its plan spoils no later one."""
+    rig = Rig()
+    rig.add("a", 3, max_tokens=6)
+    output = rig.scheduler.schedule()
+    rig.runner.execute_model(output)
+    rig.scheduler.update_from_output(output, rig.runner.sample_tokens(None))
+    output = rig.scheduler.schedule()
+    for column in (output.rows, output.epochs, output.num_scheduled_tokens, output.samples):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 0
+
+
+def test_a_request_of_a_subclass_stays_one() -> None:
+    """A policy may look at fields of its own."""
+
+    class Team(Request):
+        team = "blue"
+
+    class ByTeam(FCFS):
+        def key(self, request: Request) -> str:
+            return request.team  # type: ignore[attr-defined]
+
+    rig = Rig(policy=ByTeam())
+    rig.scheduler.add_request(Team("a", [1, 2], sampling=SamplingParams(max_tokens=1)))
+    assert rig.scheduler.stats().num_waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("is_level", True), ("num_with_eos", 3), ("num_to_refresh", 1)]
+)
+def test_check_sees_what_the_table_remembers_wrongly(name: str, value: object) -> None:
+    """A step of decodes rests on it."""
+    rig = Rig()
+    rig.add("a", 30, max_tokens=6)
+    rig.scheduler.schedule()
+    rig.scheduler.check()
+    table = rig.scheduler._core.table
+    setattr(table, name, value)
+    if name == "is_level":
+        table.num_computed[0] -= 1
+    with pytest.raises(InvariantBroken, match=name):
+        rig.scheduler.check()

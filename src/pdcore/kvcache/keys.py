@@ -100,7 +100,12 @@ class BlockKeys:
         self.is_keyed[ids] = False
         self._writer[ids] = _WRITTEN
         provisional = writers != _WRITTEN
+        pending: dict[int, dict[int, None]] = {}
         if any_set(provisional):
+            # Whole, since the order of publication counts.
+            pending = {
+                step: self._provisional[step].copy() for step in set(writers[provisional].tolist())
+            }
             self._drop_provisional(ids[provisional].tolist(), writers[provisional].tolist())
         parents = self._forget_parents(blocks, keys, ids[~provisional])
 
@@ -109,9 +114,7 @@ class BlockKeys:
             self._key[ids] = keys
             self.is_keyed[ids] = True
             self._writer[ids] = writers
-            steps = writers[provisional].tolist()
-            for block, step in zip(ids[provisional].tolist(), steps, strict=True):
-                self._provisional.setdefault(step, {})[block] = None
+            self._provisional.update(pending)
             if self._parent is not None:
                 self._parent.update(parents)
                 self._take_back_removals(ids[~provisional].tolist())
@@ -150,7 +153,7 @@ class BlockKeys:
 
     def fingerprint(self) -> bytes:
         """All that decides later look-ups and commits."""
-        writers = [(step, sorted(blocks)) for step, blocks in sorted(self._provisional.items())]
+        writers = [(step, list(blocks)) for step, blocks in sorted(self._provisional.items())]
         return repr((sorted(self._index.items()), writers)).encode()
 
     def _drop_provisional(self, blocks: list[int], steps: list[int]) -> None:

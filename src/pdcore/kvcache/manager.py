@@ -105,7 +105,7 @@ class KVCacheManager:
         self.pool = pool
         self.block_size = pool.block_size
         # An array, since numpy multiplies by it faster than by one of Python's integers.
-        self._width = np.array(pool.block_size, np.int64)
+        self._block_size_array = np.array(pool.block_size, np.int64)
         self.enable_prefix_caching = enable_prefix_caching
         self.sliding_window = groups[0].sliding_window if groups else None
         self.hasher = hasher or PrefixHasher(pool.block_size)
@@ -266,7 +266,7 @@ class KVCacheManager:
 
     def full_rows(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
         """Which rows have no slot left behind their first ``num_tokens`` tokens."""
-        full: npt.NDArray[np.bool_] = self.num_blocks[rows] * self._width <= num_tokens
+        full: npt.NDArray[np.bool_] = self.num_blocks[rows] * self._block_size_array <= num_tokens
         return full
 
     def add_blocks(self, rows: Rows) -> BlockTableDelta:
@@ -284,8 +284,8 @@ class KVCacheManager:
 
     def filling(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
         """Which rows' first ``num_tokens`` tokens fill a block that has had no key yet."""
-        unnamed = num_tokens - self._num_published[rows] * self._width
-        filling: npt.NDArray[np.bool_] = unnamed >= self._width
+        unnamed = num_tokens - self._num_published[rows] * self._block_size_array
+        filling: npt.NDArray[np.bool_] = unnamed >= self._block_size_array
         return filling
 
     def num_published(self, rows: Rows) -> Rows:

@@ -385,6 +385,12 @@ class LRUBlockPool(BlockPool):
 
     def _evict(self, n: int) -> BlockIds:
         at, undo = self._evictable.pop(n)
+        if at.size != n:
+            undo()
+            raise InvariantBroken(
+                f"the eviction order's pop({n}) gave {at.size} blocks of {len(self._evictable)}; "
+                f"{type(self._evictable).__name__}.pop must give exactly as many as it is asked for"
+            )
         self._record(undo)
         self._record(self._keys.forget(at))
         return at.astype(np.int32)

@@ -27,7 +27,7 @@ from pdcore.runner.base import ModelRunner, poll_connector
 from pdcore.runner.batch import BatchState, StepInputs
 from pdcore.runner.memory import available_memory
 from pdcore.runner.models.loader import load_model
-from pdcore.runner.models.rope import RotaryTable
+from pdcore.runner.models.rope import ROTARY_LAYOUT, RotaryTable
 from pdcore.runner.sampler import allow_only, sample
 from pdcore.scheduler.base import Limits
 
@@ -155,7 +155,8 @@ class GPUModelRunner(ModelRunner):
         spec = self._spec
         return (
             f"{self._model.config.model_type}-{self._model.fingerprint}/{spec.dtype}/"
-            f"layers{spec.num_layers}-heads{spec.num_kv_heads}x{spec.head_dim}-block{spec.block_size}"
+            f"layers{spec.num_layers}-heads{spec.num_kv_heads}x{spec.head_dim}-block{spec.block_size}-"
+            f"{ROTARY_LAYOUT}"
         )
 
     @torch.inference_mode()

@@ -39,10 +39,32 @@ def audit(core: Core) -> None:
         raise InvariantBroken("a row has computed more tokens than it has")
     if (manager.num_blocks[running] * manager.block_size < counts[1]).any():
         raise InvariantBroken("a row has computed tokens without blocks for them")
+    _audit_batch(core)
     _audit_keys(core)
     held = {id(hold) for hold in (*core.quarantine.values(), *core.handed_over.values())}
     if held != {id(hold) for hold in manager.pool.holds()}:
         raise InvariantBroken("the pool's holds are not those of hand-overs and quarantine")
+
+
+def _audit_batch(core: Core) -> None:
+    """What the table remembers of all its rows is still so."""
+    table = core.table
+    rows, batch = table.running, table.batch
+    lacking = table.num_tokens[rows] + table.num_in_flight[rows] - table.num_computed[rows]
+    ids = [table.state(row).request_id for row in rows.tolist()]
+    faults = {
+        "is_level": table.is_level and (lacking != 1).any(),
+        "the batch's rows": batch.rows.tolist() != rows.tolist(),
+        "the batch's epochs": batch.epochs.tolist() != table.epoch[rows].tolist(),
+        "the batch's request ids": batch.request_ids != ids,
+        "num_with_eos": table.num_with_eos != (table.eos[rows] >= 0).sum(),
+        "num_with_stop_ids": table.num_with_stop_ids != table.has_stop_ids[rows].sum(),
+        "num_with_matcher": table.num_with_matcher != table.has_matcher[rows].sum(),
+        "num_to_refresh": table.num_to_refresh != table.needs_refresh[rows].sum(),
+    }
+    wrong = [name for name, is_wrong in faults.items() if is_wrong]
+    if wrong:
+        raise InvariantBroken(f"the table of running requests is wrong about {', '.join(wrong)}")
 
 
 def _audit_keys(core: Core) -> None:

@@ -193,6 +193,11 @@ class Scheduler(ABC):
         Each gives exactly one finish event, in the next `StepResult` or from `drain`.
         """
 
+    @property
+    @abstractmethod
+    def in_flight(self) -> tuple[SchedulerOutput, ...]:
+        """The plans whose result is not in, the oldest first."""
+
     @abstractmethod
     def schedule(self) -> SchedulerOutput:
         """Take in outside events and deadlines, then plan the running rows, then admit.

@@ -45,8 +45,16 @@ class Commit:
         # The newest plan when the last result came in: plans up to it were made ahead of results.
         self._newest_step = 0
 
-    def run(self, output: SchedulerOutput, model_output: ModelRunnerOutput) -> StepResult:
-        """Take in the result of the oldest plan in flight."""
+    def run(
+        self, output: SchedulerOutput, model_output: ModelRunnerOutput, *, is_in_order: bool
+    ) -> StepResult:
+        """Take in the result of the oldest plan in flight.
+
+        Args:
+            output: the plan.
+            model_output: its result.
+            is_in_order: whether it has a token for every row that was to draw, in the plan's order.
+        """
         core, table = self._core, self._core.table
         core.touch()
         if model_output.errors:
@@ -54,7 +62,7 @@ class Commit:
         rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
         batch = table.batch_of(output.rows)
         departed: list[tuple[RequestState, int]] = []
-        if batch is not None and rows.size == batch.rows.size:
+        if batch is not None and is_in_order and rows.size == batch.rows.size:
             # Every row drew, and still has the tenant that it drew for.
             request_ids, at, index = batch.request_ids.copy(), batch.at, batch.index
         else:
@@ -98,11 +106,11 @@ class Commit:
     def _append(self, index: Index, rows: Rows, tokens: Int32Array) -> Rows:
         """Add one token to each row; return how many each has now."""
         table = self._core.table
-        place = table.num_tokens[index] % table.width
+        place = table.num_tokens[index] % table.block_size_array
         table.tail[rows, place] = tokens
         table.num_tokens[index] += _ONE
         table.num_in_flight[index] -= _ONE
-        filled = place == table.last_place
+        filled = place == table.last_slot_array
         if any_set(filled):
             table.flush_full(rows[filled])
         num_tokens: Rows = table.num_tokens[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ Rows = npt.NDArray[np.intp]
 Int32Array = npt.NDArray[np.int32]
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(kw_only=True, eq=False)
 class RunningBatch:
     """All running rows, as the messages of a step name them.
 
@@ -43,6 +43,15 @@ class RunningBatch:
     ones: Rows
     num_scheduled: Int32Array
     all_sample: npt.NDArray[np.bool_]
+
+
+_Array = TypeVar("_Array", bound=npt.NDArray[Any])
+
+
+def _frozen(array: _Array) -> _Array:
+    """An array that goes into many messages, so that nobody may write to it."""
+    array.flags.writeable = False
+    return array
 
 
 class RequestTable:
@@ -71,7 +80,8 @@ class RequestTable:
         self.num_rows = num_rows
         self.block_size = block_size
         # Arrays, since numpy computes faster with them than with Python's integers.
-        self.width, self.last_place = np.array(block_size), np.array(block_size - 1)
+        self.block_size_array = np.array(block_size)
+        self.last_slot_array = np.array(block_size - 1)
         self.epoch = np.zeros(num_rows, np.int32)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
@@ -133,14 +143,14 @@ class RequestTable:
             start, end = (int(at[0]), int(at[-1]) + 1) if at.size else (0, 0)
             in_order = end - start == at.size and all_set(at[1:] > at[:-1])
             batch = self._batch = RunningBatch(
-                at.astype(np.int32),
-                at,
-                slice(start, end) if in_order else at,
-                self.epoch[at],
-                self.request_ids[at].tolist(),
-                np.ones(at.size, np.intp),
-                np.ones(at.size, np.int32),
-                np.ones(at.size, np.bool_),
+                rows=_frozen(at.astype(np.int32)),
+                at=_frozen(at),
+                index=slice(start, end) if in_order else at,
+                epochs=_frozen(self.epoch[at]),
+                request_ids=self.request_ids[at].tolist(),
+                ones=_frozen(np.ones(at.size, np.intp)),
+                num_scheduled=_frozen(np.ones(at.size, np.int32)),
+                all_sample=_frozen(np.ones(at.size, np.bool_)),
             )
         return batch
 

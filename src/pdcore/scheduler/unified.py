@@ -116,6 +116,10 @@ class UnifiedScheduler(Scheduler):
         return self._core.clock
 
     @property
+    def in_flight(self) -> tuple[SchedulerOutput, ...]:
+        return tuple(self._core.in_flight)
+
+    @property
     def limits(self) -> Limits:
         """The bounds it keeps to."""
         return self._core.limits
@@ -219,10 +223,10 @@ class UnifiedScheduler(Scheduler):
                 f"step {output.step_id} is not the oldest in flight "
                 f"({[plan.step_id for plan in core.in_flight]}); results come in order, once each"
             )
-        refuse_mismatch(output, model_output)
+        is_in_order = refuse_mismatch(output, model_output)
         del core.in_flight[0]
         self._take_report(model_output.transfer_report)
-        result = self._commit.run(output, model_output)
+        result = self._commit.run(output, model_output, is_in_order=is_in_order)
         if type(core.policy).observe is not SchedulingPolicy.observe:
             try:
                 core.policy.observe(result)

@@ -13,9 +13,9 @@ from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.request import Request
 from pdcore.scheduler.core import Core
 
-_ZERO = np.array(0, np.int32)
-
 __all__ = ["policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
+
+_ZERO = np.array(0, np.int32)
 
 
 def refuse_what_cannot_fit(core: Core, request: Request) -> None:
@@ -67,9 +67,13 @@ def policy_key(core: Core, request: Request) -> Any:
     return key
 
 
-def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> bool:
     """Raise `OutputMismatch` unless a result answers its plan: one token, or one error, for each
-    row that was to draw, and nothing else but errors of rows that were not."""
+    row that was to draw, and nothing else but errors of rows that were not.
+
+    Returns:
+        Whether the tokens are those of all rows that were to draw, in the plan's order.
+    """
     rows, epochs, tokens = result.rows, result.epochs, result.sampled_token_ids
     if not (rows.shape == epochs.shape == tokens.shape[:1] and tokens.shape[1:] == (1,)):
         raise OutputMismatch(
@@ -83,7 +87,7 @@ def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         expected_rows, expected_epochs = expected_rows[drawing], expected_epochs[drawing]
     is_exact = _are_equal(rows, expected_rows) and _are_equal(epochs, expected_epochs)
     if is_exact and not result.errors:
-        return
+        return True
     planned = dict(
         zip(
             zip(output.rows.tolist(), output.epochs.tolist(), strict=True),
@@ -106,6 +110,7 @@ def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> None:
             f"plan asked {sorted(expected)} for one token each: return a token or a RowError for "
             "each, once"
         )
+    return False
 
 
 def _are_equal(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> bool:

@@ -14,7 +14,16 @@ from torch import Tensor
 from pdcore.errors import ConfigError
 from pdcore.runner.models.config import Llama3Scaling, RopeConfig
 
-__all__ = ["RotaryTable", "apply_rotary", "interleave_halves", "inverse_frequencies"]
+__all__ = [
+    "ROTARY_LAYOUT",
+    "RotaryTable",
+    "apply_rotary",
+    "interleave_halves",
+    "inverse_frequencies",
+]
+
+ROTARY_LAYOUT = "rotary-pairs"
+"""How the elements of a cached key are ordered: a part of the fingerprint that engines compare."""
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
