@@ -14,10 +14,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
+from harness import Engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import Engine
 from pdcore.errors import OutputMismatch
 from pdcore.loop import BatchQueue
 from pdcore.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
