@@ -502,3 +502,99 @@ def test_an_engine_that_only_holds_a_lease_wakes_once_when_it_ends(
     assert time.monotonic() - granted >= 0.5
     # One to give up the row, one at the end of the lease; clocks may round once.
     assert num_steps <= 4
+
+
+class Editing(FakeKVRunner):
+    """Hands back whatever ``edit`` makes of each result."""
+
+    def __init__(self, edit: Callable[[Any], Any]) -> None:
+        super().__init__(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+        self._edit = edit
+
+    def sample_tokens(self, bitmask: GrammarBitmask | None) -> Any:
+        return self._edit(super().sample_tokens(bitmask))
+
+
+BAD_RESULTS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda result: None,
+    "other epochs": lambda result: attrs.evolve(result, epochs=result.epochs + 1),
+    "wide tokens": lambda result: attrs.evolve(
+        result, sampled_token_ids=result.sampled_token_ids.astype("int64") + 2**32
+    ),
+    "fractions": lambda result: attrs.evolve(
+        result, sampled_token_ids=result.sampled_token_ids + 0.5
+    ),
+    "lists": lambda result: attrs.evolve(result, rows=result.rows.tolist()),
+}
+
+
+@pytest.mark.parametrize("depth", [None, 1, 2])
+@pytest.mark.parametrize("kind", BAD_RESULTS)
+def test_one_bad_result_is_refused_by_name_and_its_step_runs_again(
+    kind: str, depth: int | None
+) -> None:
+    """Neither loop is stuck by what a worker hands back once, and the tokens are the same."""
+    num_results = 0
+
+    def edit(result: Any) -> Any:
+        nonlocal num_results
+        num_results += 1
+        return BAD_RESULTS[kind](result) if num_results == 2 else result
+
+    def serve(runner: FakeKVRunner) -> tuple[dict[str, list[int]], int]:
+        scheduler, tokens, num_refused = make_scheduler(), {}, 0
+        executor = InProcessExecutor(lambda: runner, num_blocks=NUM_BLOCKS)
+        executor.start()
+        queue = None if depth is None else BatchQueue(scheduler, executor, depth=depth)
+        try:
+            for request in make_requests():
+                scheduler.add_request(request)
+            for _ in range(100):
+                try:
+                    result = step(scheduler, executor) if queue is None else queue.step()
+                except (OutputMismatch, ExecutorError):
+                    num_refused += 1
+                    continue
+                for event in result.outputs:
+                    tokens.setdefault(event.request_id, []).extend(event.new_token_ids)
+                if not scheduler.has_requests():
+                    return tokens, num_refused
+        finally:
+            executor.close()
+        raise AssertionError("the engine is stuck")
+
+    expected, _ = serve(FakeKVRunner(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))
+    assert serve(Editing(edit)) == (expected, 1)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_plans_that_are_given_up_leave_no_hole_that_stops_the_engine(
+    block_size: int, num_steps: int
+) -> None:
+    """However many blocks the plans under way fill, and wherever they end."""
+    num_blocks = 64
+    manager = KVCacheManager(LRUBlockPool(num_blocks, block_size))
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler = UnifiedScheduler(manager, limits=limits)
+    runner = FakeKVRunner(block_size=block_size, num_blocks=num_blocks)
+    executor = InProcessExecutor(lambda: runner, num_blocks=num_blocks)
+    executor.start()
+    try:
+        for depth in (3, 6, 8):
+            queue = BatchQueue(scheduler, executor, depth=depth)
+            for number in range(2):
+                sampling = SamplingParams(max_tokens=4 + number)
+                scheduler.add_request(Request(f"r{number}", range(1, 3), sampling=sampling))
+            for _ in range(num_steps):
+                if scheduler.has_requests():
+                    queue.step()
+            queue.abandon()
+            scheduler.check()
+            for _ in range(60):
+                if scheduler.has_requests():
+                    queue.step()
+            assert not scheduler.has_requests()
+            scheduler.check()
+    finally:
+        executor.close()

@@ -131,3 +131,28 @@ def test_a_list_of_what_are_no_token_ids_is_refused(prompt: list[object]) -> Non
     """In words, whichever way the list is read."""
     with pytest.raises(InvalidRequest):
         Request("r", prompt)  # type: ignore[arg-type]
+
+
+def test_nobody_can_change_a_prompt_afterwards() -> None:
+    """Not the owner of the array that it was made from, nor whoever reads it."""
+    array = np.arange(1, 5, dtype=np.int32)
+    array.flags.writeable = False
+    request = Request("r", array)
+    array.flags.writeable = True
+    array[0] = 77
+    assert request.prompt_token_ids.tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        request.prompt_token_ids.flags.writeable = True
+
+
+@pytest.mark.parametrize("name", ["logprobs", "presence_penalty", "encoder_inputs", "n"])
+def test_a_reserved_name_with_a_value_of_any_kind_is_refused(name: str) -> None:
+    """Also one that does not compare."""
+    with pytest.raises(InvalidRequest, match=name):
+        SamplingParams(**{name: np.array([1, 2])})
+
+
+def test_stop_tokens_may_be_an_array() -> None:
+    """Any sequence of integers."""
+    assert SamplingParams(stop_token_ids=np.array([2, 3])).stop_token_ids == (2, 3)
+    assert SamplingParams(stop_token_ids=np.array([], int)).stop_token_ids == ()

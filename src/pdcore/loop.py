@@ -46,19 +46,21 @@ def step(
         ExecutorError: the step failed on a worker. Its plan was taken back: the same requests run
             again with the next step, unless the executor is dead.
     """
-    output = scheduler.schedule()
     model_output = _NOTHING
     try:
+        output = scheduler.schedule()
         if not output.is_empty:
             forward = executor.execute_model(output, non_block=True)
             bitmask = scheduler.get_grammar_bitmask(output)
             forward.result()
             model_output = executor.sample_tokens(bitmask)
         scheduler.abort_requests(aborts())
+        return scheduler.update_from_output(output, model_output)
     except BaseException:
-        scheduler.abandon(output, dispatched=True)
+        report = getattr(model_output, "transfer_report", None)
+        for plan in reversed(scheduler.in_flight):
+            scheduler.abandon(plan, dispatched=True, transfer_report=report)
         raise
-    return scheduler.update_from_output(output, model_output)
 
 
 @attrs.define(eq=False)
@@ -82,7 +84,7 @@ class _UnderWay:
     def settle(self) -> None:
         """Wait until nothing of it runs any more, however it ended."""
         for call in (self.forward, self.draw):
-            if call is not None:
+            if isinstance(call, Future):
                 with suppress(CancelledError):
                     call.exception()
 
@@ -90,9 +92,9 @@ class _UnderWay:
     def transfer_report(self) -> TransferReport | None:
         """What the workers' connectors had to say, in a plan that has settled with a result."""
         draw = self.draw
-        if draw is None or draw.cancelled() or draw.exception() is not None:
+        if not isinstance(draw, Future) or draw.cancelled() or draw.exception() is not None:
             return None
-        return draw.result().transfer_report
+        return getattr(draw.result(), "transfer_report", None)
 
 
 class BatchQueue:
@@ -132,8 +134,8 @@ class BatchQueue:
         depth: int = 2,
         aborts: Callable[[], Iterable[str | RequestHandle]] = tuple,
     ) -> None:
-        if depth < 1:
-            raise ConfigError(f"depth={depth}: at least one plan must be under way")
+        if not isinstance(depth, int) or depth < 1:
+            raise ConfigError(f"depth={depth!r}: pass how many plans may be under way, at least 1")
         self.depth = depth
         self._scheduler = scheduler
         self._executor = executor

@@ -106,7 +106,7 @@ def _finite_at_least_zero(name: str, value: float) -> None:
 
 
 def _stop_token_ids(values: Iterable[int]) -> tuple[int, ...]:
-    if values == ():
+    if isinstance(values, tuple) and not values:
         return ()
     try:
         ids = tuple(operator.index(value) for value in values)
@@ -130,7 +130,6 @@ _RESERVED: Mapping[str, Any] = MappingProxyType(
     }
 )
 _reserved_values = operator.attrgetter(*_RESERVED)
-_RESERVED_DEFAULTS = tuple(_RESERVED.values())
 
 
 @attrs.frozen(kw_only=True)
@@ -200,8 +199,14 @@ class SamplingParams:
             raise InvalidRequest(f"min_p={self.min_p!r} is not allowed: pass a value in [0, 1]")
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
             raise InvalidRequest(f"seed={self.seed!r} is not allowed: pass 0..2**63-1 or None")
-        if _reserved_values(self) != _RESERVED_DEFAULTS:
-            self._refuse_reserved()
+        for name, value, default in zip(
+            _RESERVED, _reserved_values(self), _RESERVED.values(), strict=True
+        ):
+            is_same = value is default or (type(value) in (int, float) and value == default)
+            if not is_same:
+                raise InvalidRequest(
+                    f"{name}={value!r} is not supported yet; leave it at {default!r}"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is as usual is not written, and what was checked once is not checked again.
@@ -213,13 +218,6 @@ class SamplingParams:
             and (name == "structured_output" or value != _SAMPLING_DEFAULTS[name])
         }
         return _read_sampling, (changed,)
-
-    def _refuse_reserved(self) -> None:
-        for name, default in _RESERVED.items():
-            if getattr(self, name) != default:
-                raise InvalidRequest(
-                    f"{name}={getattr(self, name)!r} is not supported yet; leave it at {default!r}"
-                )
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in attrs.fields(SamplingParams))
@@ -243,7 +241,7 @@ def _packed(values: list[int] | tuple[int, ...]) -> npt.NDArray[np.int32] | None
         return None
     try:
         packed = struct.pack(f"{len(values)}i", *values)
-    except struct.error:
+    except (struct.error, TypeError, ValueError):
         return None
     ids = np.frombuffer(packed, np.int32)
     return None if not ids.size or any_set(ids < 0) else ids
@@ -267,12 +265,11 @@ def _as_token_array(values: Any) -> npt.NDArray[np.int32]:
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= 2**31:
         raise InvalidRequest(f"prompt_token_ids spans {low}..{high}: ids must lie in 0..2**31-1")
-    is_ours = array.base is None or isinstance(array.base, bytes)
-    if array.dtype == np.int32 and is_ours and not array.flags.writeable:
+    # What lies in bytes can never change; what is only marked as read-only can.
+    owner: object = array.base
+    if array.dtype == np.int32 and isinstance(owner, bytes):
         return array
-    ids = np.array(array, dtype=np.int32)
-    ids.flags.writeable = False
-    return ids
+    return np.frombuffer(np.ascontiguousarray(array, np.int32).tobytes(), np.int32)
 
 
 @attrs.frozen(eq=False)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.errors import OutputMismatch
+
 __all__ = ["Columns", "pack", "unpack"]
 
 Int32Array = npt.NDArray[np.int32]
@@ -21,8 +23,13 @@ def pack(columns: Sequence[Int32Array]) -> Columns:
     """Several int32 columns as one run of bytes: two a value where all fit, else four.
 
     Cost: four array operations, however many columns there are.
+
+    Raises:
+        OutputMismatch: a column is not int32.
     """
     values = np.concatenate(columns) if columns else _NOTHING
+    if values.dtype != np.int32:
+        raise OutputMismatch(f"a message has a column of dtype {values.dtype}: pass int32 arrays")
     # All bits that occur anywhere; a negative number has the highest one.
     narrow = 0 <= int(np.bitwise_or.reduce(values)) <= 0xFFFF
     data = values.astype("<u2" if narrow else "<i4", copy=False).tobytes()

@@ -10,7 +10,7 @@ import pytest
 
 from pdcore import LRUBlockPool
 from pdcore.errors import BlockMisuse, InvariantBroken
-from pdcore.kvcache import BlockStored, LRUOrder
+from pdcore.kvcache import BlockStored, HoldReason, LRUOrder
 from pdcore.testing import block_pool_machine
 
 TestLRUBlockPool = block_pool_machine(
@@ -64,3 +64,45 @@ def test_a_rollback_keeps_the_order_in_which_blocks_were_published() -> None:
     pool.commit(1)
     keys = [event.key for event in pool.events() if isinstance(event, BlockStored)]
     assert keys == [b"a", b"b", b"c"]
+
+
+def test_a_small_integer_of_numpy_is_a_number_of_blocks() -> None:
+    """It counts as any other; the pool's own counts do not take its size."""
+    pool = LRUBlockPool(300, 4)
+    taken = pool.allocate(100)
+    pool.allocate(np.uint8(1))
+    pool.release(taken)
+    pool.check()
+    assert pool.num_free_blocks == 298
+
+
+@pytest.mark.parametrize(
+    "publication",
+    [
+        ([b"a", [1]], 1, None),
+        ([b"a", None], 1, None),
+        ([b"a", b"b"], "s", None),
+        ([b"a", b"b"], 1, [None]),
+        ([b"a"], 1, None),
+    ],
+)
+def test_a_publication_that_is_refused_changes_nothing(publication: Any) -> None:
+    """Keys that are none, a step that is none, too few keys or parents."""
+    keys, step, parents = publication
+    pool = LRUBlockPool(9, 4, enable_events=True)
+    taken = pool.allocate(2)
+    before = pool.fingerprint()
+    with pytest.raises(BlockMisuse):
+        pool.publish(taken, keys, step, parents=parents)
+    assert pool.fingerprint() == before
+    pool.check()
+
+
+@pytest.mark.parametrize("blocks", [[2**32 + 1], [1.5], [0], [-1], [9], [], [1, 1]])
+def test_a_hold_on_what_is_no_block_is_refused(blocks: list[Any]) -> None:
+    """Numbers are not wrapped, cut or rounded until they fit."""
+    pool = LRUBlockPool(9, 4)
+    pool.allocate(8)
+    with pytest.raises(BlockMisuse):
+        pool.hold(np.array(blocks), owner="o", reason=HoldReason.SEND)
+    assert not pool.holds()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,11 +12,14 @@ from hypothesis import strategies as st
 from pdcore import (
     FCFS,
     DeadlineFirst,
+    KVCacheManager,
+    LRUBlockPool,
     Priority,
     Request,
     SamplingParams,
     SchedulingPolicy,
     ShortestPromptFirst,
+    UnifiedScheduler,
 )
 from pdcore.scheduler import RunningView
 
@@ -106,3 +111,22 @@ def test_keys_sort_requests_as_the_policy_says(policy: SchedulingPolicy, order: 
         Request("soon", [1], arrival_time=2.0, deadline=4.0),
     ]
     assert [request.request_id for request in sorted(made, key=policy.key)] == order
+
+
+@pytest.mark.parametrize("answer", [[1.0, 0.0], ["1", "0"], [True, False], [[0, 1]], None, 7])
+def test_an_order_that_is_none_costs_a_counter(answer: Any) -> None:
+    """Fractions, words, or one number: the step goes by arrival."""
+
+    class Odd(SchedulingPolicy):
+        dynamic = True
+
+        def order(self, waiting: Any, now: float) -> Any:
+            return answer
+
+    scheduler = UnifiedScheduler(KVCacheManager(LRUBlockPool(9, 4)), policy=Odd())
+    for name in ("a", "b"):
+        scheduler.add_request(Request(name, [1], sampling=SamplingParams(max_tokens=1)))
+    output = scheduler.schedule()
+    assert output.rows.size == 2
+    is_order = isinstance(answer, list) and answer[0] is True
+    assert scheduler.stats().num_policy_errors == (0 if is_order else 1)

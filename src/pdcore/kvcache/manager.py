@@ -113,6 +113,8 @@ class KVCacheManager:
         self.num_blocks = np.zeros(0, np.int64)
         self._num_published = np.zeros(0, np.int64)
         self._num_pruned = np.zeros(0, np.int64)
+        # Rows with a key behind a block that lost its own.
+        self._with_holes: set[int] = set()
         self._recording = False
         self._undo: list[Callable[[], None]] = []
 
@@ -230,6 +232,7 @@ class KVCacheManager:
         self.block_table[row, : block_ids.size] = block_ids
         self.num_blocks[row] = block_ids.size
         self._num_published[row] = num_published
+        self._with_holes.discard(row)
         self._num_pruned[row] = 0
         if self.sliding_window is not None:
             self._num_pruned[row] = np.count_nonzero(block_ids == 0)
@@ -301,7 +304,11 @@ class KVCacheManager:
         self._num_published[row] = after
         self._record(lambda: self._num_published.__setitem__(row, before))
         # A copy: undoing a later change puts other blocks into this stretch of the table.
-        self._publish(self.block_table[row, before:after].copy(), sequence, before, step)
+        ids = self.block_table[row, before:after].copy()
+        if row in self._with_holes:
+            self._fill_holes(ids, sequence, before, step)
+        else:
+            self._publish(ids, sequence, before, step)
 
     def publish_tails(
         self,
@@ -371,6 +378,12 @@ class KVCacheManager:
             keys = self.pool.keys(self.block_table[row, start : self._num_published[row]])
             kept = next((place for place, key in enumerate(keys) if key is None), len(keys))
             self._num_published[row] = start + kept
+            if any(key is not None for key in keys[kept:]):
+                self._with_holes.add(row)
+
+    def has_hole(self, row: int) -> bool:
+        """Whether a row has a block with a key behind one that lost its own."""
+        return row in self._with_holes
 
     def row_blocks(self, row: int) -> BlockIds:
         """A copy of a row's table, in order of position."""
@@ -449,6 +462,14 @@ class KVCacheManager:
             if self.pool.reports_events:
                 parents = [sequence.keys[start - 1] if start else None, *keys[:-1]]
             self.pool.publish(block_ids[: len(keys)], keys, step, parents=parents)
+
+    def _fill_holes(
+        self, block_ids: BlockIds, sequence: TokenSequence, start: int, step: int
+    ) -> None:
+        """`_publish` those without a key; others kept theirs when one before lost its own."""
+        for place, key in enumerate(self.pool.keys(block_ids)):
+            if key is None:
+                self._publish(block_ids[place : place + 1], sequence, start + place, step)
 
     def _prune(self, row: int, start: int, end: int) -> BlockTableDelta:
         ids = self.block_table[row, start:end].copy()

@@ -74,7 +74,7 @@ class LRUBlockPool(BlockPool):
     def allocate(self, n: int) -> BlockIds:
         if not isinstance(n, int | np.integer) or n < 0:
             raise BlockMisuse(f"allocate({n!r}): pass how many blocks, an integer >= 0")
-        num_plain = self._num_free
+        n, num_plain = int(n), self._num_free
         if n > num_plain:
             if n > self.num_free_blocks:
                 raise OutOfBlocks(n, self.num_free_blocks)
@@ -139,6 +139,12 @@ class LRUBlockPool(BlockPool):
         if at.size != len(keys):
             raise BlockMisuse(f"publish() got {at.size} blocks and {len(keys)} keys")
         blocks = dict.fromkeys(at.tolist())
+        if not set(map(type, keys)) <= {bytes}:
+            raise BlockMisuse("publish() got keys that are not all bytes")
+        if parents is not None and len(parents) != at.size:
+            raise BlockMisuse(f"publish() got {at.size} blocks and {len(parents)} parents")
+        if not isinstance(step, int | np.integer):
+            raise BlockMisuse(f"publish() got step={step!r}: pass an integer")
         if len(blocks) != at.size:
             raise BlockMisuse(f"publish({at.tolist()}) names a block twice: each gets one key")
         owned = self._num_refs[at] > 0
@@ -193,12 +199,11 @@ class LRUBlockPool(BlockPool):
         reason: HoldReason,
         deadline: float | None = None,
     ) -> Hold:
-        ids = np.array(ids, np.int32)
-        at = ids.astype(np.intp)
-        inside = at.size and at.min() > 0 and at.max() < self.num_blocks
-        if not inside or not self._are_distinct(at):
+        at = self._in_range(ids)
+        ids = at.astype(np.int32)
+        if not at.size or not at.all() or not self._are_distinct(at):
             raise BlockMisuse(
-                f"hold({ids.tolist()}): needs distinct blocks in 1..{self.num_blocks}"
+                f"hold({ids.tolist()}): needs distinct blocks in 1..{self.num_blocks - 1}"
             )
         ownerless = self._ownerless(at)
         if not all_set(self._evictable.contains(ownerless)):
@@ -308,7 +313,10 @@ class LRUBlockPool(BlockPool):
 
     def _in_range(self, ids: BlockIds) -> Blocks:
         """Blocks as indices, by which numpy reads columns several times faster."""
-        at = np.asarray(ids).astype(np.intp)
+        given = np.asarray(ids)
+        if given.dtype.kind not in "iu" and given.size:
+            raise BlockMisuse(f"blocks {given.tolist()} are not integers")
+        at = given.astype(np.intp)
         # Seen without a sign, a negative number is out of range at the other end.
         if any_set(at.view(np.uintp) >= self._end):
             raise BlockMisuse(f"blocks {at.tolist()} are not all in 0..{self.num_blocks - 1}")

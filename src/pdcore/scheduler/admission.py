@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator
 
 import numpy as np
@@ -90,7 +91,8 @@ class AdmissionPass:
         if not view.states:
             return []
         try:
-            order = np.asarray(self._core.policy.order(view, plan.now)).tolist()
+            answer = np.asarray(self._core.policy.order(view, plan.now)).tolist()
+            order = list(map(operator.index, answer))
             if sorted(order) != list(range(len(view.states))):
                 raise ValueError(f"order() did not return each of {len(view.states)} indices once")
         except Exception:
@@ -109,6 +111,8 @@ class AdmissionPass:
             if not self._could_run(state):
                 return False
             index = core.policy.displace(state.request, running_view(core, rows))
+            if index is not None:
+                index = operator.index(index)
             if index is not None and not 0 <= index < rows.size:
                 raise IndexError(f"it answered {index}, of {rows.size} running requests")
         except Exception as error:

@@ -35,7 +35,8 @@ def publish_filled(core: Core, rows: Rows, known: Rows, *, step: int) -> None:
     decodes = (known == (positions + 1) * manager.block_size) & (known == table.num_tokens[rows])
     if all_set(decodes):
         sequences = [table.state(row).sequence for row in rows.tolist()]
-        if [len(sequence.keys) for sequence in sequences] == positions.tolist():
+        has_hole = any(map(manager.has_hole, rows.tolist()))
+        if not has_hole and [len(it.keys) for it in sequences] == positions.tolist():
             manager.publish_tails(rows, sequences, table.tail[rows], step=step)
             return
     for row, num_tokens in zip(rows.tolist(), known.tolist(), strict=True):

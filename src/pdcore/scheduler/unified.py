@@ -175,24 +175,27 @@ class UnifiedScheduler(Scheduler):
         core.recording = True
         core.manager.begin(core.step_id)
         plan = Plan(core.step_id, core.limits.max_num_batched_tokens, now)
+        output: SchedulerOutput | None = None
         try:
             if self._is_paused:
                 core.closed = SkipCode.PAUSED
             else:
                 self._make(plan)
             output = self._dispatch.run(plan)
+            core.is_quiet = not (output.rows.size or output.finished_rows.size or core.outbox)
+            if core.is_quiet and not self._is_paused:
+                raise_if_stalled(core)
+            core.undo_is_exact = True
+            core.in_flight.append(output)
         except BaseException:
-            undo_exactly(core, core.step_id)
+            # An interrupt may come when it is in flight already: then it is for `abandon`.
+            if not (core.in_flight and core.in_flight[-1] is output):
+                undo_exactly(core, core.step_id)
             raise
         finally:
             core.recording = False
             core.manager.end()
-        core.is_quiet = not (output.rows.size or output.finished_rows.size or core.outbox)
-        if core.is_quiet and not self._is_paused:
-            raise_if_stalled(core)
-        core.in_flight.append(output)
         self._last_plan = output
-        core.undo_is_exact = True
         return output
 
     def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarBitmask | None:

@@ -74,7 +74,19 @@ def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> bool:
     Returns:
         Whether the tokens are those of all rows that were to draw, in the plan's order.
     """
+    if not isinstance(result, ModelRunnerOutput):
+        raise OutputMismatch(
+            f"the result of step {output.step_id} is a {type(result).__name__}: "
+            "pass a ModelRunnerOutput"
+        )
     rows, epochs, tokens = result.rows, result.epochs, result.sampled_token_ids
+    for name in ("rows", "epochs", "sampled_token_ids"):
+        dtype = getattr(getattr(result, name), "dtype", None)
+        if dtype != np.int32:
+            raise OutputMismatch(
+                f"the result of step {output.step_id} has {name} of dtype {dtype}: "
+                "pass an int32 array"
+            )
     if not (rows.shape == epochs.shape == tokens.shape[:1] and tokens.shape[1:] == (1,)):
         raise OutputMismatch(
             f"the result of step {output.step_id} has rows {rows.shape}, epochs {epochs.shape} and "
