@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,8 +90,19 @@ class EngineProcess:
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """A child started meanwhile never sees Ctrl-C: we end it. Here, it comes through later."""
+    caught: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # The mask is what the child inherits. Here it is not enough, since another thread may get the
+    # signal, and Python raises it in this one.
+    holds = callable(handler) and threading.current_thread() is threading.main_thread()
+    if holds:
+        signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if holds:
+            signal.signal(signal.SIGINT, handler)
+    if caught:
+        raise KeyboardInterrupt

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,3 +199,18 @@ class TestTable:
         lines = table(answers([1, 2], []), traces()[1]).splitlines()
         assert len(lines) == 4
         assert len({len(line) for line in lines}) == 1
+
+
+def test_an_interrupt_while_an_engine_starts_comes_through_afterwards() -> None:
+    """Also when another thread gets the signal: the start is whole, and then Ctrl-C counts."""
+    from pd.processes import _interrupts_held_back
+
+    started = []
+    with pytest.raises(KeyboardInterrupt), _interrupts_held_back():
+        waiting = threading.Thread(target=time.sleep, args=(0.5,))
+        waiting.start()
+        os.kill(os.getpid(), signal.SIGINT)
+        waiting.join()
+        started.append(True)
+    assert started == [True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
