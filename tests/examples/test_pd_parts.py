@@ -206,11 +206,16 @@ def test_an_interrupt_while_an_engine_starts_comes_through_afterwards() -> None:
     from pd.processes import _interrupts_held_back
 
     started = []
-    with pytest.raises(KeyboardInterrupt), _interrupts_held_back():
-        waiting = threading.Thread(target=time.sleep, args=(0.5,))
-        waiting.start()
-        os.kill(os.getpid(), signal.SIGINT)
-        waiting.join()
-        started.append(True)
+
+    def start() -> None:
+        with _interrupts_held_back():
+            waiting = threading.Thread(target=time.sleep, args=(0.5,))
+            waiting.start()
+            os.kill(os.getpid(), signal.SIGINT)
+            waiting.join()
+            started.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
     assert started == [True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
