@@ -28,10 +28,8 @@ def main() -> None:
     report = run("bench_blocks: nanoseconds a block, all checks on", cases, arguments)
     for operation in OPERATIONS:
         report.print_table(operation, "ns")
-    for runs in report.figures.values():
-        for figures in (figures for column in runs.values() for figures in column):
-            figures["both plain"] = figures["allocate plain"] + figures["release plain"]
-            figures["both hashed"] = figures["allocate hashed"] + figures["release hashed"]
+    report.add_sum("both plain", "allocate plain", "release plain")
+    report.add_sum("both hashed", "allocate hashed", "release hashed")
     report.print_table("both plain", "ns")
     report.print_table("both hashed", "ns")
     cases = [Case(label="1,000,000 blocks", task="pool", settings={"num_blocks": 1_000_000})]

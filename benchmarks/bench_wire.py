@@ -27,9 +27,7 @@ def main() -> None:
     report.print_table("num_bytes", "bytes")
     report.print_table("write", "µs")
     report.print_table("read", "µs")
-    for runs in report.figures.values():
-        for figures in (figures for column in runs.values() for figures in column):
-            figures["both ways"] = figures["write"] + figures["read"]
+    report.add_sum("both ways", "write", "read")
     report.print_table("both ways", "µs")
     settings = {"num_tokens": 8192, "count": 16, "seed": arguments.seed}
     cases = [Case(label="a request with 8192 tokens", task="memory", settings=settings)]

@@ -159,6 +159,12 @@ class Report:
         """Note what one contender took in one repeat."""
         self.figures.setdefault(label, {}).setdefault(column, []).append(figures)
 
+    def add_sum(self, name: str, *parts: str) -> None:
+        """Give every repeat of every case one more figure: the sum of some that it has."""
+        for runs in self.figures.values():
+            for figures in (figures for column in runs.values() for figures in column):
+                figures[name] = sum(figures[part] for part in parts)
+
     def median(self, label: str, column: str, figure: str) -> float | None:
         """The middle of the repeats; None when the contender did not run this case."""
         runs = self.figures[label].get(column)
