@@ -99,7 +99,9 @@ class FinishReason(enum.IntEnum):
 
 
 def _finite_at_least_zero(name: str, value: float) -> None:
-    if not (isinstance(value, int | float) and 0 <= value <= sys.float_info.max):
+    if type(value) is float and 0.0 <= value <= _MAX_FLOAT:
+        return
+    if not (isinstance(value, int | float) and 0 <= value <= _MAX_FLOAT):
         raise InvalidRequest(
             f"{name}={value!r} is not allowed: pass a finite number >= 0 (0 means greedy)"
         )
@@ -117,6 +119,10 @@ def _stop_token_ids(values: Iterable[int]) -> tuple[int, ...]:
     return ids
 
 
+_MAX_FLOAT = sys.float_info.max
+# An array, since numpy compares with it faster than with one of Python's integers.
+_ZERO = np.array(0, np.int32)
+
 _RESERVED: Mapping[str, Any] = MappingProxyType(
     {
         "n": 1,
@@ -130,6 +136,7 @@ _RESERVED: Mapping[str, Any] = MappingProxyType(
     }
 )
 _reserved_values = operator.attrgetter(*_RESERVED)
+_reserved_defaults = tuple(_RESERVED.values())
 
 
 @attrs.frozen(kw_only=True)
@@ -199,9 +206,10 @@ class SamplingParams:
             raise InvalidRequest(f"min_p={self.min_p!r} is not allowed: pass a value in [0, 1]")
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
             raise InvalidRequest(f"seed={self.seed!r} is not allowed: pass 0..2**63-1 or None")
-        for name, value, default in zip(
-            _RESERVED, _reserved_values(self), _RESERVED.values(), strict=True
-        ):
+        values = _reserved_values(self)
+        if all(map(operator.is_, values, _reserved_defaults)):
+            return
+        for name, value, default in zip(_RESERVED, values, _reserved_defaults, strict=True):
             is_same = value is default or (type(value) in (int, float) and value == default)
             if not is_same:
                 raise InvalidRequest(
@@ -244,7 +252,7 @@ def _packed(values: list[int] | tuple[int, ...]) -> npt.NDArray[np.int32] | None
     except (struct.error, TypeError, ValueError):
         return None
     ids = np.frombuffer(packed, np.int32)
-    return None if not ids.size or any_set(ids < 0) else ids
+    return None if not ids.size or any_set(ids < _ZERO) else ids
 
 
 def _as_token_array(values: Any) -> npt.NDArray[np.int32]:
@@ -270,6 +278,11 @@ def _as_token_array(values: Any) -> npt.NDArray[np.int32]:
     if array.dtype == np.int32 and isinstance(owner, bytes):
         return array
     return np.frombuffer(np.ascontiguousarray(array, np.int32).tobytes(), np.int32)
+
+
+_OPTIONAL_STRINGS = ("tenant", "cache_salt", "lora")
+_OPTIONAL_TIMES = ("arrival_time", "deadline")
+_optional_values = operator.attrgetter(*_OPTIONAL_STRINGS, *_OPTIONAL_TIMES)
 
 
 @attrs.frozen(eq=False)
@@ -324,15 +337,16 @@ class Request:
             raise InvalidRequest(
                 f"kv_transfer_params={params!r}: pass the mapping that the prefill engine returned"
             )
-        for name in ("tenant", "cache_salt", "lora"):
-            value = getattr(self, name)
+        values = _optional_values(self)
+        if values.count(None) == len(values):
+            return
+        for name, value in zip(_OPTIONAL_STRINGS, values, strict=False):
             if value is not None and not isinstance(value, str):
                 raise InvalidRequest(f"{name}={value!r}: pass a string or None")
-        for name in ("arrival_time", "deadline"):
-            value = getattr(self, name)
+        for name, value in zip(_OPTIONAL_TIMES, values[len(_OPTIONAL_STRINGS) :], strict=True):
             if value is None:
                 continue
-            if not (isinstance(value, int | float) and abs(value) <= sys.float_info.max):
+            if not (isinstance(value, int | float) and abs(value) <= _MAX_FLOAT):
                 raise InvalidRequest(f"{name}={value!r}: pass finite seconds or None")
 
     @property
@@ -347,10 +361,12 @@ class Request:
             return attrs.evolve(self, arrival_time=time)
         # Nothing but the time is new, so nothing is validated again.
         arrived: Request = object.__new__(Request)
-        for name in _REQUEST_FIELDS:
-            object.__setattr__(arrived, name, getattr(self, name))
+        for write, value in zip(_request_writers, _request_values(self), strict=True):
+            write(arrived, value)
         object.__setattr__(arrived, "arrival_time", time)
         return arrived
 
 
 _REQUEST_FIELDS = tuple(field.name for field in attrs.fields(Request))
+_request_values = operator.attrgetter(*_REQUEST_FIELDS)
+_request_writers = tuple(getattr(Request, name).__set__ for name in _REQUEST_FIELDS)

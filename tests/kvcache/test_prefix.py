@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +81,37 @@ def formula(hasher: PrefixHasher, tokens: np.ndarray, root: bytes) -> list[bytes
             sums[lane] = (sums[lane] + weight * (digest % 2**64 >> 32)) % 2**64
         keys.append(np.array(sums, np.uint64).tobytes())
     return keys
+
+
+@given(st.lists(st.tuples(tokens, names, names), max_size=5), st.integers(1, 4))
+def test_naming_many_sequences_at_once_gives_each_its_own_keys(
+    requests: list[tuple[list[int], str | None, str | None]], block_size: int
+) -> None:
+    """Beside others of any length and domain, a sequence has the keys that it has alone."""
+    manager = KVCacheManager(LRUBlockPool(8, block_size))
+    hasher = manager.hasher
+    sequences = [
+        TokenSequence(np.array(prompt, np.int32), cache_salt=salt, lora=lora)
+        for prompt, salt, lora in requests
+    ]
+    manager.name_blocks(sequences)
+    assert [sequence.keys for sequence in sequences] == [
+        hasher.chain(hasher.root(salt, lora), np.array(prompt, np.int32), start=0)
+        for prompt, salt, lora in requests
+    ]
+
+
+def test_a_hasher_that_overrides_chain_names_all_blocks() -> None:
+    """Naming many at once asks the overridden method, too."""
+
+    class Plain(PrefixHasher):
+        def chain(self, parent: bytes, tokens: npt.NDArray[np.int32], *, start: int) -> list[bytes]:
+            return [b"%d" % start] * (tokens.size // 2)
+
+    manager = KVCacheManager(LRUBlockPool(8, 2), hasher=Plain(2))
+    sequences = [TokenSequence(np.arange(4, dtype=np.int32)) for _ in range(2)]
+    manager.name_blocks(sequences)
+    assert [sequence.keys for sequence in sequences] == [[b"0", b"0"]] * 2
 
 
 def test_a_key_changes_with_every_bit_of_every_token_before_it() -> None:

@@ -16,6 +16,7 @@ from pdcore import (
     Limits,
     LRUBlockPool,
     ModelRunnerOutput,
+    Priority,
     Request,
     RequestStatus,
     SamplingParams,
@@ -285,6 +286,22 @@ def test_a_plan_that_was_abandoned_comes_again_the_same() -> None:
         rig.runner.execute_model(again)
         rig.scheduler.update_from_output(again, rig.runner.sample_tokens(None))
         rig.scheduler.check()
+
+
+def test_an_admission_that_was_abandoned_is_counted_nowhere() -> None:
+    """The statistics are as before, and what the request finds when it is admitted is its own."""
+    rig = Rig(policy=Priority())
+    rig.add("late", 9, priority=1)
+    before = rig.scheduler.stats()
+    rig.scheduler.abandon(rig.scheduler.schedule())
+    assert rig.scheduler.stats() == before
+    rig.add("early", 9)
+    rig.scheduler.schedule()
+    assert rig.scheduler.explain("late").code is SkipCode.RAN
+    rig.scheduler.abandon(rig.scheduler.in_flight[0])
+    rig.driver.run()
+    ends = [rig.driver.delivered[name].end for name in ("early", "late")]
+    assert [end.num_cached_tokens for end in ends if end is not None] == [0, 8]
 
 
 @pytest.mark.parametrize(

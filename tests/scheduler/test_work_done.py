@@ -99,3 +99,18 @@ def test_an_arrival_costs_what_it_changes_however_many_run() -> None:
         engine.add("new", np.arange(90_000, 90_040))
         costs.append(engine.step())
     assert costs[1] - costs[0] <= 10
+
+
+def test_arrivals_cost_less_together_than_one_by_one() -> None:
+    """16 admissions in a step: a constant, and for each little more than half of what one costs."""
+    costs = {}
+    for num_new in (0, 1, 2, 16):
+        engine = Counted(32)
+        engine.scheduler.abort_requests([f"r{index}" for index in range(num_new)])
+        engine.step()
+        for index in range(num_new):
+            engine.add(f"new {index}", np.arange(17) + 90_000 + 100 * index)
+        costs[num_new] = engine.step()
+    alone, each = costs[1] - costs[0], (costs[16] - costs[2]) / 14
+    assert each <= 0.6 * alone
+    assert each <= 120

@@ -39,10 +39,12 @@ class PrefixIndex:
 
     def add(self, keys: Sequence[bytes], blocks: Iterable[int]) -> None:
         """Make each key lead to one more block."""
-        setdefault = self._blocks.setdefault
-        for key, block in zip(keys, blocks, strict=True):
-            entry = setdefault(key, block)
-            if entry is not block and entry != block:
+        blocks = list(blocks)
+        entries = list(map(self._blocks.setdefault, keys, blocks))
+        if entries == blocks:
+            return
+        for key, block, entry in zip(keys, blocks, entries, strict=True):
+            if entry != block:
                 self._blocks[key] = (*self.blocks(key), block)
 
     def remove(self, keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[int, ...] | int]:

@@ -184,6 +184,35 @@ class KVCacheManager:
             ids[: max(self._blocks_behind_window(num_tokens), 0)] = 0
         return PrefixHit(ids, num_tokens)
 
+    def name_blocks(self, sequences: list[TokenSequence]) -> None:
+        """Compute the keys of sequences that have none, all at once.
+
+        `get_computed_blocks` does so for one; for many in one go it costs less.
+        """
+        if self.enable_prefix_caching:
+            roots = [self.hasher.root(it.cache_salt, it.lora) for it in sequences]
+            runs = [sequence.tokens() for sequence in sequences]
+            for sequence, keys in zip(sequences, self.hasher.chains(roots, runs), strict=True):
+                sequence.keys = keys
+
+    def needed_for(
+        self, hit: PrefixHit, num_tokens: int, *, must_fit_tokens: int, chunk: int
+    ) -> tuple[int, int]:
+        """How many free blocks a request needs to start, and how many of these it takes at once.
+
+        Args:
+            hit: the cached start; may be empty.
+            num_tokens: how many tokens need slots now, those of the hit included.
+            must_fit_tokens: how many must find room, though slots are not taken yet for all.
+            chunk: the most tokens of one step, for sequences behind a sliding window.
+        """
+        full = self.max_blocks_for(must_fit_tokens, chunk=chunk)
+        num_fresh = self.blocks_for(num_tokens) - hit.block_ids.size
+        if not hit.block_ids.size:
+            return max(full, num_fresh), num_fresh
+        needed = max(full - int(np.count_nonzero(hit.block_ids)), num_fresh)
+        return needed + self.pool.num_evictable(hit.block_ids), num_fresh
+
     def allocate_slots(
         self,
         hit: PrefixHit,
@@ -196,10 +225,7 @@ class KVCacheManager:
         """Retain a hit and add blocks, so that the first ``num_tokens`` tokens have slots.
 
         Args:
-            hit: the cached start; may be empty.
-            num_tokens: how many tokens need slots now, those of the hit included.
-            must_fit_tokens: how many must find room, though slots are not taken yet for all.
-            chunk: the most tokens of one step, for sequences behind a sliding window.
+            hit, num_tokens, must_fit_tokens, chunk: see `needed_for`.
             num_reserved: blocks that must stay free for others.
 
         Returns:
@@ -208,14 +234,10 @@ class KVCacheManager:
         Raises:
             OutOfBlocks: there is not enough room; nothing has changed.
         """
-        full = self.max_blocks_for(must_fit_tokens, chunk=chunk)
-        num_fresh = self.blocks_for(num_tokens) - hit.block_ids.size
+        needed, num_fresh = self.needed_for(
+            hit, num_tokens, must_fit_tokens=must_fit_tokens, chunk=chunk
+        )
         available = self.pool.num_free_blocks - num_reserved
-        if not hit.block_ids.size:
-            needed = max(full, num_fresh)
-        else:
-            needed = max(full - int(np.count_nonzero(hit.block_ids)), num_fresh)
-            needed += self.pool.num_evictable(hit.block_ids)
         if needed > available:
             raise OutOfBlocks(needed, max(available, 0))
         if not hit.block_ids.size:
@@ -227,16 +249,17 @@ class KVCacheManager:
             self.pool.release(hit.block_ids[::-1])
             raise
 
-    def bind(self, row: int, block_ids: BlockIds, *, num_published: int) -> None:
-        """Give a row its blocks; the first ``num_published`` have their keys already."""
-        self.block_table[row, : block_ids.size] = block_ids
-        self.num_blocks[row] = block_ids.size
-        self._num_published[row] = num_published
-        self._with_holes.discard(row)
-        self._num_pruned[row] = 0
+    def bind(self, rows: Rows, blocks: list[BlockIds], *, num_published: list[int]) -> None:
+        """Give each row its blocks; its first ``num_published`` have their keys already."""
+        for row, ids in zip(rows.tolist(), blocks, strict=True):
+            self.block_table[row, : ids.size] = ids
+        self.num_blocks[rows] = [ids.size for ids in blocks]
+        self._num_published[rows] = num_published
+        self._with_holes.difference_update(rows.tolist())
+        self._num_pruned[rows] = 0
         if self.sliding_window is not None:
-            self._num_pruned[row] = np.count_nonzero(block_ids == 0)
-        self._record(lambda: self.num_blocks.__setitem__(row, 0))
+            self._num_pruned[rows] = [np.count_nonzero(ids == 0) for ids in blocks]
+        self._record(lambda: self.num_blocks.__setitem__(rows, 0))
 
     def needed_blocks(self, rows: Rows, num_tokens: Rows) -> Rows:
         """How many blocks each row lacks so that its first ``num_tokens`` tokens have slots."""
@@ -309,6 +332,39 @@ class KVCacheManager:
             self._fill_holes(ids, sequence, before, step)
         else:
             self._publish(ids, sequence, before, step)
+
+    def publish_starts(
+        self, rows: Rows, sequences: list[TokenSequence], num_tokens: list[int], *, step: int
+    ) -> None:
+        """`publish` for rows that were bound in this step, all at once.
+
+        Args:
+            rows: rows without holes.
+            sequences: theirs.
+            num_tokens: how many tokens of each are computed when ``step`` is done.
+            step: the step that fills the blocks.
+        """
+        if not self.enable_prefix_caching:
+            return
+        befores = self._num_published[rows].tolist()
+        afters = [max(n // self.block_size, at) for n, at in zip(num_tokens, befores, strict=True)]
+        if afters == befores:
+            return
+        ids: list[BlockIds] = []
+        keys: list[bytes] = []
+        parents: list[bytes | None] | None = [] if self.pool.reports_events else None
+        for row, sequence, before, after in zip(
+            rows.tolist(), sequences, befores, afters, strict=True
+        ):
+            self._extend_keys(sequence)
+            ids.append(self.block_table[row, before:after])
+            keys += sequence.keys[before:after]
+            if parents is not None and after > before:
+                first = sequence.keys[before - 1] if before else None
+                parents += [first, *sequence.keys[before : after - 1]]
+        self._num_published[rows] = afters
+        self._record(lambda: self._num_published.__setitem__(rows, befores))
+        self.pool.publish(np.concatenate(ids), keys, step, parents=parents)
 
     def publish_tails(
         self,
@@ -398,7 +454,7 @@ class KVCacheManager:
         published, pruned = int(self._num_published[row]), int(self._num_pruned[row])
 
         def undo() -> None:
-            self.bind(row, ids, num_published=published)
+            self.bind(np.array([row]), [ids], num_published=[published])
             self._num_pruned[row] = pruned
 
         self._record(undo)

@@ -11,14 +11,14 @@ import numpy as np
 from pdcore.connector.base import ExternalMatch
 from pdcore.errors import OutOfBlocks
 from pdcore.kvcache.manager import PrefixHit
-from pdcore.request import RequestStatus
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import Admission, AdmissionContext, SchedulingPolicy
 from pdcore.scheduler.running import running_view
-from pdcore.scheduler.state import RequestState, move
+from pdcore.scheduler.starting import Start, Starting
+from pdcore.scheduler.state import RequestState
 from pdcore.scheduler.waiting import WaitingTable
 
 __all__ = ["AdmissionPass"]
@@ -54,25 +54,55 @@ class AdmissionPass:
             return
         if not (len(core.waiting) or len(core.landed)):
             return
+        self._starting = Starting(core, plan)
+        self._name_ahead(plan)
         passed_over: list[tuple[WaitingTable, RequestState]] = []
-        for queue, state in self._candidates(plan):
-            if plan.token_budget <= 0:
-                core.closed = SkipCode.NO_TOKEN_BUDGET
+        try:
+            for queue, state in self._candidates(plan):
+                if plan.token_budget <= 0:
+                    core.closed = SkipCode.NO_TOKEN_BUDGET
+                    break
+                if not self._has_row(state, plan):
+                    core.closed = SkipCode.NO_ROW
+                    break
+                skip = self._consider(state, queue, plan)
+                if skip is None:
+                    continue
+                core.skips[state.uid] = skip
+                if skip.code in (SkipCode.NO_BLOCKS, SkipCode.ADMISSION_CLOSED):
+                    break
+                if state in queue:
+                    queue.remove(state)
+                    passed_over.append((queue, state))
+            self._starting.run()
+        finally:
+            for queue, state in passed_over:
+                queue.put_back(state)
+
+    def _name_ahead(self, plan: Plan) -> None:
+        """Compute the prefix keys of those that are probably admitted, which is cheaper at once."""
+        core = self._core
+        num_rows = core.table.num_free_rows
+        if num_rows < 2 or len(core.waiting) < 2 or not core.manager.enable_prefix_caching:
+            return
+        sequences, num_tokens = [], 0
+        for state in core.waiting.front(num_rows):
+            if num_tokens >= plan.token_budget:
                 break
-            if core.table.is_full and not self._displace(state, plan):
-                core.closed = SkipCode.NO_ROW
-                break
-            skip = self._consider(state, queue, plan)
-            if skip is None:
-                continue
-            core.skips[state.uid] = skip
-            if skip.code in (SkipCode.NO_BLOCKS, SkipCode.ADMISSION_CLOSED):
-                break
-            if state in queue:
-                queue.remove(state)
-                passed_over.append((queue, state))
-        for queue, state in passed_over:
-            queue.put_back(state)
+            if not state.sequence.keys:
+                sequences.append(state.sequence)
+                num_tokens += len(state.sequence)
+        if len(sequences) > 1:
+            core.manager.name_blocks(sequences)
+
+    def _has_row(self, state: RequestState, plan: Plan) -> bool:
+        """Whether there is a row for one more, or the policy takes one from somebody else."""
+        if self._core.table.num_free_rows > len(self._starting):
+            return True
+        if not self._has_displace_hook:
+            return False
+        self._starting.run()
+        return self._displace(state, plan)
 
     def _candidates(self, plan: Plan) -> Iterator[tuple[WaitingTable, RequestState]]:
         """The queue's requests in order; each must be taken out before the next is asked for."""
@@ -104,8 +134,6 @@ class AdmissionPass:
     def _displace(self, state: RequestState, plan: Plan) -> bool:
         """Let the policy take a row from a running request for an urgent one."""
         core = self._core
-        if not self._has_displace_hook:
-            return False
         rows = core.table.running.copy()
         try:
             if not self._could_run(state):
@@ -135,7 +163,7 @@ class AdmissionPass:
         """Whether a row is what a request lacks, and not its remote KV."""
         if state.num_late_tokens:
             return False
-        _, match = self._find_computed(state)
+        match = self._find_external(state, self._find_local(state))
         return match is not None and not (match.num_tokens and match.is_async)
 
     def _is_shared_in(self, row: int, plan: Plan) -> bool:
@@ -161,13 +189,15 @@ class AdmissionPass:
         refusal = self._refused(state, plan)
         if refusal is not None:
             return refusal
+        hit = self._find_local(state)
         try:
-            hit, match = self._find_computed(state)
+            match = self._find_external(state, hit)
         except Exception as error:
             return self._core.fail_later(state, "get_num_new_matched_tokens", error)
         if match is None:
             return self._ask_later(state, plan)
         if match.num_tokens and match.is_async:
+            self._starting.run()
             return self._loading.park(state, queue, plan, hit, match)
         return self._admit(state, queue, plan, hit, match)
 
@@ -183,6 +213,7 @@ class AdmissionPass:
         core, limits = self._core, self._core.limits
         lora = state.request.lora
         if limits.max_loras is not None and lora is not None:
+            self._starting.run()
             rows, _ = plan.all_rows()
             active = {core.table.state(row).request.lora for row in rows.tolist()} - {None}
             if lora not in active and len(active) >= limits.max_loras:
@@ -196,8 +227,8 @@ class AdmissionPass:
             return None
         context = AdmissionContext(
             now=plan.now,
-            num_running=len(core.table),
-            num_free_blocks=core.manager.pool.num_free_blocks,
+            num_running=len(core.table) + len(self._starting),
+            num_free_blocks=core.manager.pool.num_free_blocks - self._starting.num_blocks,
             token_budget=plan.token_budget,
         )
         try:
@@ -209,25 +240,32 @@ class AdmissionPass:
         code = SkipCode.POLICY if verdict is Admission.SKIP else SkipCode.ADMISSION_CLOSED
         return Skip(code=code, waits_on=f"the policy, which said {verdict.value!r}")
 
-    def _find_computed(self, state: RequestState) -> tuple[PrefixHit, ExternalMatch | None]:
-        """What need not be computed: found locally, and beyond that by the connector."""
-        core = self._core
+    def _find_local(self, state: RequestState) -> PrefixHit:
+        """What need not be computed, since the cache has it."""
         if state.block_ids is not None:
-            # It was loaded before: its blocks are its own, and nobody is asked again.
-            return _NO_HIT, _NO_MATCH
-        hit = core.manager.get_computed_blocks(state.sequence)
-        if core.connector is None or not state.ask_connector:
-            return hit, _NO_MATCH
+            return _NO_HIT
+        manager, starting = self._core.manager, self._starting
+        hit = manager.get_computed_blocks(state.sequence)
+        if starting.may_share(state, hit):
+            starting.run()
+            hit = manager.get_computed_blocks(state.sequence)
+        return hit
+
+    def _find_external(self, state: RequestState, hit: PrefixHit) -> ExternalMatch | None:
+        """What the connector has beyond that; nobody is asked again after a load."""
+        core = self._core
+        if core.connector is None or not state.ask_connector or state.block_ids is not None:
+            return _NO_MATCH
         match = core.connector.get_num_new_matched_tokens(state.request, hit.num_tokens)
         if match is None or not match.num_tokens:
-            return hit, match
+            return match
         num_tokens = match.num_tokens
         if self._has_load_hook:
             answer = int(core.policy.load(state.request, match, hit.num_tokens))
             num_tokens = min(answer, match.num_tokens)
         # At least one token is computed here, or there would be nothing to draw from.
         num_tokens = min(num_tokens, len(state.sequence) - 1 - hit.num_tokens)
-        return hit, ExternalMatch(num_tokens=max(num_tokens, 0), is_async=match.is_async)
+        return ExternalMatch(num_tokens=max(num_tokens, 0), is_async=match.is_async)
 
     def _admit(
         self,
@@ -237,42 +275,80 @@ class AdmissionPass:
         hit: PrefixHit,
         match: ExternalMatch,
     ) -> Skip | None:
-        num_external = match.num_tokens
-        num_computed = hit.num_tokens + num_external
-        held = state.block_ids
-        if held is not None:
-            hit, num_computed = (
-                PrefixHit(held, state.num_computed_tokens),
-                state.num_computed_tokens,
-            )
+        held, num_external = state.block_ids, match.num_tokens
+        num_computed = state.num_computed_tokens if held is not None else hit.num_tokens
+        num_computed += num_external
         num_tokens = self._chunk(state, len(state.sequence) - num_computed, plan)
         if isinstance(num_tokens, Skip):
             return num_tokens
         try:
-            blocks = self._allocate(state, hit, num_computed + num_tokens)
+            start: Start | Skip
+            if held is not None:
+                start = self._start_landed(state, held, num_computed, num_tokens)
+            else:
+                start = self._start_waiting(state, hit, num_computed, num_tokens, num_external)
         except OutOfBlocks as error:
             return Skip(code=SkipCode.NO_BLOCKS, needed=error.needed, available=error.available)
+        if isinstance(start, Skip):
+            return start
+        self._core.leave(state, queue)
+        self._starting.add(start)
+        return None
+
+    def _start_landed(
+        self, state: RequestState, held: np.ndarray, num_computed: int, num_tokens: int
+    ) -> Start:
+        """Start a request whose KV was loaded: the blocks that it holds are its own."""
+        self._starting.run()
+        manager = self._core.manager
+        more = max(manager.blocks_for(num_computed + num_tokens) - held.size, 0)
+        return Start(
+            state=state,
+            blocks=np.concatenate((held, manager.pool.allocate(more))),
+            num_fresh_blocks=0,
+            num_computed=num_computed,
+            num_tokens=num_tokens,
+            num_hit_tokens=state.num_local_tokens,
+            num_published=min(num_computed // manager.block_size, held.size),
+        )
+
+    def _start_waiting(
+        self,
+        state: RequestState,
+        hit: PrefixHit,
+        num_computed: int,
+        num_tokens: int,
+        num_external: int,
+    ) -> Start | Skip:
+        """Start a request from what is cached, and from what the connector brings in this step."""
+        core, manager, starting = self._core, self._core.manager, self._starting
+        end, room = num_computed + num_tokens, len(state.sequence)
+        chunk = core.limits.max_num_batched_tokens
+        blocks = None
+        if hit.num_tokens or num_external:
+            starting.run()
+            blocks = manager.allocate_slots(hit, end, must_fit_tokens=room, chunk=chunk)
+            num_fresh = 0
+        else:
+            needed, num_fresh = manager.needed_for(hit, end, must_fit_tokens=room, chunk=chunk)
+            available = manager.pool.num_free_blocks - starting.num_blocks
+            if needed > available:
+                raise OutOfBlocks(needed, max(available, 0))
         if num_external:
+            assert blocks is not None
             load = self._loading.begin(state, hit, blocks, num_external)
             if isinstance(load, Skip):
                 return load
             self._loading.count(state, num_external)
-        self._core.leave(state, queue)
-        self._start(state, plan, hit, blocks, num_computed, num_tokens)
-        return None
-
-    def _allocate(self, state: RequestState, hit: PrefixHit, num_tokens: int) -> np.ndarray:
-        """Blocks for a request's first step; those it holds already are its own."""
-        core, manager = self._core, self._core.manager
-        if state.block_ids is None:
-            return manager.allocate_slots(
-                hit,
-                num_tokens,
-                must_fit_tokens=len(state.sequence),
-                chunk=core.limits.max_num_batched_tokens,
-            )
-        more = manager.blocks_for(num_tokens) - hit.block_ids.size
-        return np.concatenate((hit.block_ids, manager.pool.allocate(max(more, 0))))
+        return Start(
+            state=state,
+            blocks=blocks,
+            num_fresh_blocks=num_fresh,
+            num_computed=num_computed,
+            num_tokens=num_tokens,
+            num_hit_tokens=hit.num_tokens,
+            num_published=min(num_computed // manager.block_size, hit.block_ids.size),
+        )
 
     def _chunk(self, state: RequestState, num_tokens: int, plan: Plan) -> int | Skip:
         """How many of the tokens that a request lacks it computes in this step."""
@@ -292,60 +368,3 @@ class AdmissionPass:
                 code=SkipCode.ADMISSION_CLOSED, needed=num_tokens, available=plan.token_budget
             )
         return min(num_tokens, plan.token_budget)
-
-    def _start(
-        self,
-        state: RequestState,
-        plan: Plan,
-        hit: PrefixHit,
-        blocks: np.ndarray,
-        num_computed: int,
-        num_tokens: int,
-    ) -> None:
-        """Give a request its row and put it into the plan."""
-        core, manager = self._core, self._core.manager
-        before = (
-            state.block_ids,
-            state.num_computed_tokens,
-            state.was_admitted,
-            state.num_cached_tokens,
-        )
-        counters = (
-            core.counters.num_prefix_queried_tokens,
-            core.counters.num_prefix_hit_tokens,
-        )
-        num_hit = hit.num_tokens if state.block_ids is None else state.num_local_tokens
-        if not state.was_admitted:
-            state.num_cached_tokens = num_hit
-        if manager.enable_prefix_caching:
-            core.counters.num_prefix_queried_tokens += len(state.sequence)
-            core.counters.num_prefix_hit_tokens += num_hit
-        row = core.table.assign(state, num_computed=num_computed, step=plan.step_id)
-        num_published = min(num_computed // manager.block_size, hit.block_ids.size)
-        manager.bind(row, blocks, num_published=num_published)
-        state.block_ids = None
-        state.num_computed_tokens = 0
-        state.was_admitted = True
-        move(state, RequestStatus.RUNNING)
-        plan.admitted_rows.append(row)
-        plan.admitted_tokens.append(num_tokens)
-        plan.token_budget -= num_tokens
-
-        def undo() -> None:
-            state.status = state.history.pop()
-            core.table.take_back(row)
-            (
-                state.block_ids,
-                state.num_computed_tokens,
-                state.was_admitted,
-                state.num_cached_tokens,
-            ) = before
-            (
-                core.counters.num_prefix_queried_tokens,
-                core.counters.num_prefix_hit_tokens,
-            ) = counters
-
-        core.record(undo)
-        end = num_computed + num_tokens
-        if manager.enable_prefix_caching and end // manager.block_size > num_published:
-            manager.publish(row, state.sequence, end, step=plan.step_id)

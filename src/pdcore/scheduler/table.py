@@ -45,6 +45,7 @@ class RunningBatch:
     all_sample: npt.NDArray[np.bool_]
 
 
+_ONE = np.array(1, np.int32)
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 
@@ -83,21 +84,9 @@ class RequestTable:
         self.block_size_array = np.array(block_size)
         self.last_slot_array = np.array(block_size - 1)
         self.epoch = np.zeros(num_rows, np.int32)
-        self.num_tokens = np.zeros(num_rows, np.int64)
-        self.num_computed = np.zeros(num_rows, np.int64)
-        self.since_step = np.zeros(num_rows, np.int64)
-        self.num_in_flight = np.zeros(num_rows, np.int64)
-        self.limit = np.zeros(num_rows, np.int64)
-        self.min_tokens = np.zeros(num_rows, np.int64)
-        self.eos = np.full(num_rows, -1, np.int64)
-        self.has_stop_ids = np.zeros(num_rows, np.bool_)
-        self.has_matcher = np.zeros(num_rows, np.bool_)
-        self.needs_refresh = np.zeros(num_rows, np.bool_)
-        self.priority = np.zeros(num_rows, np.int64)
-        self.arrival_time = np.zeros(num_rows, np.float64)
-        self.tail = np.zeros((num_rows, block_size), np.int32)
-        self._columns: tuple[npt.NDArray[Any], ...] = (
-            self.epoch,
+        # Views of one array, so that a row's numbers are written at once.
+        self._numbers = np.zeros((8, num_rows), np.int64)
+        (
             self.num_tokens,
             self.num_computed,
             self.since_step,
@@ -105,11 +94,20 @@ class RequestTable:
             self.limit,
             self.min_tokens,
             self.eos,
+            self.priority,
+        ) = self._numbers
+        self.arrival_time = np.zeros(num_rows, np.float64)
+        self.has_stop_ids = np.zeros(num_rows, np.bool_)
+        self.has_matcher = np.zeros(num_rows, np.bool_)
+        self.needs_refresh = np.zeros(num_rows, np.bool_)
+        self.tail = np.zeros((num_rows, block_size), np.int32)
+        self._columns: tuple[npt.NDArray[Any], ...] = (
+            self.epoch,
+            *self._numbers,
+            self.arrival_time,
             self.has_stop_ids,
             self.has_matcher,
             self.needs_refresh,
-            self.priority,
-            self.arrival_time,
             self.tail,
         )
         self.request_ids = np.full(num_rows, None, np.object_)
@@ -160,8 +158,8 @@ class RequestTable:
         return batch if batch is not None and (batch.rows is rows or batch.at is rows) else None
 
     @property
-    def is_full(self) -> bool:
-        return not self._free
+    def num_free_rows(self) -> int:
+        return len(self._free)
 
     def state(self, row: int) -> RequestState:
         """The request that has a row."""
@@ -169,31 +167,32 @@ class RequestTable:
         assert state is not None
         return state
 
-    def assign(self, state: RequestState, *, num_computed: int, step: int) -> int:
-        """Give a free row, the last in running order, to a request; return it."""
-        row = self._free.pop()
-        request, sampling = state.request, state.request.sampling
-        num_tokens = len(state.sequence)
-        self._last_epoch[row] += 1
-        self.epoch[row] = self._last_epoch[row]
-        self.num_tokens[row] = num_tokens
-        self.num_computed[row] = num_computed
-        self.since_step[row] = step
-        self.num_in_flight[row] = 0
-        self.limit[row] = state.limit
-        self.min_tokens[row] = request.num_prompt_tokens + sampling.min_tokens
-        eos = request.eos_token_id
-        self.eos[row] = -1 if eos is None or sampling.ignore_eos else eos
-        self.has_stop_ids[row] = bool(sampling.stop_token_ids)
-        self.has_matcher[row] = state.matcher is not None
-        self.priority[row] = request.priority
-        self.arrival_time[row] = state.arrival_time
-        start = (num_tokens - 1) // self.block_size * self.block_size
-        self.tail[row, : num_tokens - start] = state.sequence.slice(start, num_tokens)
-        self._attach(row, state)
-        self._order[self._num_running] = row
-        self._num_running += 1
-        return row
+    def assign(self, states: list[RequestState], num_computed: list[int], *, step: int) -> Rows:
+        """Give each request a free row, in this order the last in running order; return them.
+
+        There must be so many free rows. A fixed number of array operations, and a few more calls
+        for each request.
+        """
+        num_rows, end = len(states), self._num_running
+        rows = self._free[: -num_rows - 1 : -1]
+        del self._free[-num_rows:]
+        at = np.array(rows, np.intp)
+        self._numbers[:, at] = np.array(
+            [_numbers_of(*start, step) for start in zip(states, num_computed, strict=True)]
+        ).T
+        self.arrival_time[at] = [state.arrival_time for state in states]
+        self._last_epoch[at] += _ONE
+        self.epoch[at] = self._last_epoch[at]
+        self._order[end : end + num_rows] = at
+        self._num_running += num_rows
+        for row, state in zip(rows, states, strict=True):
+            num_tokens = len(state.sequence)
+            start = (num_tokens - 1) // self.block_size * self.block_size
+            self.tail[row, : num_tokens - start] = state.sequence.slice(start, num_tokens)
+            self.has_stop_ids[row] = bool(state.request.sampling.stop_token_ids)
+            self.has_matcher[row] = state.matcher is not None
+            self._attach(row, state)
+        return at
 
     def release(self, row: int) -> int:
         """Take a row back; return its place in running order. Its tokens must be flushed first."""
@@ -235,9 +234,10 @@ class RequestTable:
 
         return undo
 
-    def take_back(self, row: int) -> None:
-        """Undo `assign`, the epoch excepted, given that the row is the last in running order."""
-        self.release(row)
+    def take_back(self, rows: Rows) -> None:
+        """Undo `assign`, the epochs excepted, given that the rows are the last in running order."""
+        for row in reversed(rows.tolist()):
+            self.release(row)
 
     def flush(self, row: int) -> None:
         """Move the tokens that are only in the tail buffer into the request's sequence."""
@@ -296,3 +296,19 @@ class RequestTable:
         if self.needs_refresh[row]:
             self.needs_refresh[row] = False
             self.num_to_refresh -= 1
+
+
+def _numbers_of(state: RequestState, num_computed: int, step: int) -> tuple[int, ...]:
+    """What goes into the columns of whole numbers, in their order."""
+    request = state.request
+    sampling, eos = request.sampling, request.eos_token_id
+    return (
+        len(state.sequence),
+        num_computed,
+        step,
+        0,
+        state.limit,
+        request.num_prompt_tokens + sampling.min_tokens,
+        -1 if eos is None or sampling.ignore_eos else eos,
+        request.priority,
+    )

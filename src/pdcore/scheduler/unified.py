@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -106,6 +107,9 @@ class UnifiedScheduler(Scheduler):
         self._admission = AdmissionPass(self._core, self._loading)
         self._dispatch = Dispatch(self._core)
         self._commit = Commit(self._core)
+        capacity = kv_manager.capacity_tokens(chunk=limits.max_num_batched_tokens)
+        # The last token needs no KV.
+        self._pool_limit = sys.maxsize if capacity is None else capacity + 1
         self._num_added = 0
         self._is_paused = False
         self._last_plan: SchedulerOutput | None = None
@@ -370,10 +374,7 @@ class UnifiedScheduler(Scheduler):
         limit = min(
             request.num_prompt_tokens + request.sampling.max_tokens, core.limits.max_model_len
         )
-        capacity = core.manager.capacity_tokens(chunk=core.limits.max_num_batched_tokens)
-        limited_by_pool = capacity is not None and capacity + 1 < limit
-        if limited_by_pool and capacity is not None:
-            limit = capacity + 1
+        limited_by_pool = self._pool_limit < limit
         assert request.arrival_time is not None
         return RequestState(
             handle=RequestHandle(request.request_id, uid),
@@ -381,7 +382,7 @@ class UnifiedScheduler(Scheduler):
             sequence=TokenSequence(
                 request.prompt_token_ids, cache_salt=request.cache_salt, lora=request.lora
             ),
-            limit=limit,
+            limit=self._pool_limit if limited_by_pool else limit,
             limited_by_pool=limited_by_pool,
             arrival_time=request.arrival_time,
             queue_key=(key, 0),

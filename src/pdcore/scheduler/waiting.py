@@ -160,6 +160,10 @@ class WaitingTable:
             heapq.heappop(heap)
         return heap[0][-1] if heap else None
 
+    def front(self, n: int) -> list[RequestState]:
+        """At most ``n`` requests, about the first in order. Cost: O(n)."""
+        return [entry[-1] for entry in self._heap[:n] if self._is_current(entry)]
+
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it is."""
         del self._live[state.uid]
