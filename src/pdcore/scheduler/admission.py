@@ -82,8 +82,10 @@ class AdmissionPass:
     def _name_ahead(self, plan: Plan) -> None:
         """Compute the prefix keys of those that are probably admitted, which is cheaper at once."""
         core = self._core
-        num_rows = core.table.num_free_rows
+        num_rows, first = core.table.num_free_rows, core.waiting.peek()
         if num_rows < 2 or len(core.waiting) < 2 or not core.manager.enable_prefix_caching:
+            return
+        if first is None or first.sequence.keys:
             return
         sequences, num_tokens = [], 0
         for state in core.waiting.front(num_rows):

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.kvcache.manager import KVCacheManager
 from pdcore.masks import all_set, any_set
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
@@ -151,53 +152,52 @@ class RunningPass:
         Rows before ``start`` have their blocks already, but may still become victims; what was
         planned for them goes back into the budget.
         """
-        core, manager = self._core, self._core.manager
+        core, table, manager = self._core, self._core.table, self._core.manager
         order, wanted, taken = rows.tolist(), want.tolist(), take.tolist()
         taken[start:] = [0] * (len(order) - start)
+        computed = table.num_computed[rows].tolist()
+        num_blocks = manager.num_blocks[rows].tolist()
         budget = plan.token_budget - sum(taken)
+        growing = _Growing(plan, manager)
         index = start
         while index < len(order) and budget > 0:
-            row, num_tokens = order[index], min(wanted[index], budget)
+            num_tokens = min(wanted[index], budget)
             if num_tokens == 0:
                 index += 1
                 continue
-            target = np.array([int(core.table.num_computed[row]) + num_tokens], np.intp)
-            this = np.array([row], np.intp)
-            needed = manager.needed_blocks(this, target)
-            if self._is_pruning(needed):
+            needed = max(manager.blocks_for(computed[index] + num_tokens) - num_blocks[index], 0)
+            if needed > growing.num_free_blocks and self._is_pruning():
                 index += 1
                 continue
             gave_way = False
-            while int(needed[0]) > manager.pool.num_free_blocks and not gave_way:
+            while needed > growing.num_free_blocks and not gave_way:
+                growing.run()
                 victim = self._victim(order)
                 budget += taken[victim]
                 gave_way = victim == index
-                core.preempt(core.table.state(order[victim]))
+                core.preempt(table.state(order[victim]))
                 plan.preempted = True
-                for column in (order, wanted, taken):
+                for column in (order, wanted, taken, computed, num_blocks):
                     del column[victim]
                 index -= victim < index
             if gave_way:
                 break
-            plan.deltas.append(manager.grow(this, needed))
+            growing.add(order[index], needed)
             taken[index] = num_tokens
             budget -= num_tokens
             index += 1
+        growing.run()
         if plan.preempted:
-            plan.drop_vacated(core.table.states)
+            plan.drop_vacated(table.states)
         return np.array(order, np.intp), np.array(taken, np.intp)
 
-    def _is_pruning(self, needed: Rows) -> bool:
+    def _is_pruning(self) -> bool:
         """Whether a row without room had better wait: blocks come free with the steps in flight.
 
         Behind a sliding window a row gives blocks back, but only once nothing in flight reads them.
         """
         core = self._core
-        return (
-            core.manager.sliding_window is not None
-            and bool(core.in_flight)
-            and int(needed[0]) > core.manager.pool.num_free_blocks
-        )
+        return core.manager.sliding_window is not None and bool(core.in_flight)
 
     def _processed(self, rows: Rows) -> Rows:
         """The tokens of each row whose steps are done: no step in flight reads behind them."""
@@ -231,3 +231,32 @@ class RunningPass:
             table.num_computed[plan.rows] + plan.num_tokens, table.num_tokens[plan.rows]
         )
         publish_filled(self._core, plan.rows, known, step=plan.step_id)
+
+
+class _Growing:
+    """Rows that were found to fit, one after the other, and get their blocks together."""
+
+    def __init__(self, plan: Plan, manager: KVCacheManager) -> None:
+        self._plan = plan
+        self._manager = manager
+        self._rows: list[int] = []
+        self._needed: list[int] = []
+        self._num_blocks = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """What the pool has left when all have theirs."""
+        return self._manager.pool.num_free_blocks - self._num_blocks
+
+    def add(self, row: int, needed: int) -> None:
+        if needed:
+            self._rows.append(row)
+            self._needed.append(needed)
+            self._num_blocks += needed
+
+    def run(self) -> None:
+        """Hand out the blocks. Before a row gives way, since it may be one of these."""
+        if self._rows:
+            rows, needed = np.array(self._rows, np.intp), np.array(self._needed, np.intp)
+            self._rows, self._needed, self._num_blocks = [], [], 0
+            self._plan.deltas.append(self._manager.grow(rows, needed))
