@@ -10,13 +10,12 @@ import json
 import logging
 import os
 import pickle
-import random
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
+from control_tasks import BLOCK_SIZE, VOCABULARY, control_tasks, prompts, take
 from serving import StepTimes, serve, timed
 
 os.environ.update(
@@ -54,8 +53,6 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-BLOCK_SIZE = 16
-VOCABULARY = 32_000
 SCHEDULERS = {"sync": Scheduler, "async": AsyncScheduler}
 
 init_none_hash(sha256)
@@ -84,7 +81,7 @@ def model_folder() -> str:
 MODEL_FOLDER = model_folder()
 
 
-class Engine:
+class VLLMEngine:
     """vLLM's scheduler and, instead of a model, a source of tokens that costs next to nothing."""
 
     def __init__(
@@ -131,7 +128,7 @@ class Engine:
             block_size=BLOCK_SIZE,
         )
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256) if caching else None
-        self.num_added = 0
+        self.num_added = self.num_preemptions = self.num_scheduled_tokens = 0
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
         """A new request for exactly so many tokens."""
@@ -147,12 +144,12 @@ class Engine:
             )
         )
 
-    def step(self) -> Any:
+    def step(self) -> None:
         """One step, untimed."""
         output = self.scheduler.schedule()
-        return self.scheduler.update_from_output(output, self.sampled(output))
+        self.scheduler.update_from_output(output, self.sampled(output))
 
-    def timed_step(self, times: StepTimes) -> Any:
+    def timed_step(self, times: StepTimes) -> None:
         """One step; what the model would do is left out, reading every result is counted."""
         clock = time.perf_counter_ns
         begin = clock()
@@ -165,7 +162,19 @@ class Engine:
             for event in client.outputs:
                 take(event.request_id, event.new_token_ids, event.finish_reason)
         times.add(begin, clock() - (resume - planned))
-        return result
+        self.num_preemptions += len(output.preempted_req_ids or ())
+        self.num_scheduled_tokens += output.total_num_scheduled_tokens
+
+    def has_requests(self) -> bool:
+        """Whether anything is unfinished."""
+        return self.scheduler.has_unfinished_requests()
+
+    def totals(self) -> dict[str, float]:
+        """What the timed steps did."""
+        return {
+            "num_preemptions": self.num_preemptions,
+            "num_scheduled_tokens": self.num_scheduled_tokens,
+        }
 
     def sampled(self, output: Any) -> ModelRunnerOutput:
         """A token for every request that draws one; none is a stop token."""
@@ -183,153 +192,6 @@ class Engine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-
-
-def take(request_id: str, tokens: list[int], reason: object) -> None:
-    """Where an application would go on with a token."""
-
-
-def prompts(num_tokens: int, seed: int) -> Iterator[list[int]]:
-    """Random prompts that share nothing."""
-    rng = random.Random(seed)
-    while True:
-        yield [rng.randrange(VOCABULARY) for _ in range(num_tokens)]
-
-
-def decode(
-    *, n: int, caching: bool, prompt: int, steps: int, seed: int, kind: str = "sync"
-) -> dict[str, float]:
-    """Steady decode: everybody draws a token, nobody comes or goes."""
-    total = prompt + steps + 32
-    engine = Engine(
-        num_seqs=n,
-        num_blocks=n * (total // BLOCK_SIZE + 2) + 1,
-        caching=caching,
-        budget=max(n * prompt, 8192),
-        max_len=total + 16,
-        kind=kind,
-    )
-    for tokens, _ in zip(prompts(prompt, seed), range(n), strict=False):
-        engine.add(tokens, steps + 32)
-    for _ in range(BLOCK_SIZE + 1):
-        engine.step()
-    times = StepTimes()
-    for _ in range(steps):
-        engine.timed_step(times)
-    return times.report()
-
-
-def churn(
-    *, n: int, caching: bool, prompt: int, steps: int, seed: int, kind: str = "sync"
-) -> dict[str, float]:
-    """Decode in which one request in 64 ends in each step and another takes its place."""
-    lifetime, arrivals = 64, max(n // 64, 1)
-    engine = Engine(
-        num_seqs=n,
-        num_blocks=4 * n * ((prompt + lifetime) // BLOCK_SIZE + 2) + 1,
-        caching=caching,
-        budget=n + arrivals * prompt + 8192,
-        max_len=prompt + lifetime + 16,
-        kind=kind,
-    )
-    source = prompts(prompt, seed)
-    for _ in range(2 * lifetime):
-        for _ in range(arrivals):
-            engine.add(next(source), lifetime)
-        engine.step()
-    times = StepTimes()
-    for _ in range(steps):
-        new = [next(source) for _ in range(arrivals)]
-        start = time.perf_counter_ns()
-        for tokens in new:
-            engine.add(tokens, lifetime)
-        added = time.perf_counter_ns() - start
-        engine.timed_step(times)
-        times.samples[-1] += added / 1e3
-    return times.report()
-
-
-def admission(*, num_tokens: int, cached: bool, count: int, seed: int) -> dict[str, float]:
-    """From the request's making to the first token, one at a time, the key hashing included."""
-    engine = Engine(
-        num_seqs=8,
-        num_blocks=(count + 2) * (num_tokens // BLOCK_SIZE + 2),
-        caching=True,
-        budget=num_tokens + 8,
-        max_len=num_tokens + 8,
-    )
-    source = prompts(num_tokens, seed)
-    shared = next(source)
-    engine.add(shared, 1)
-    engine.step()
-    times = StepTimes()
-    for _ in range(count):
-        tokens = list(shared) if cached else next(source)
-        start = time.perf_counter_ns()
-        engine.add(tokens, 1)
-        added = time.perf_counter_ns() - start
-        engine.timed_step(times)
-        times.samples[-1] += added / 1e3
-        assert not engine.scheduler.running, "the request ends with its first token"
-    return times.report()
-
-
-def pressure(*, n: int, prompt: int, output: int, pool_share: float, seed: int) -> dict[str, float]:
-    """A whole run in a pool that holds only part of what all requests need at their end."""
-    total = prompt + output
-    engine = Engine(
-        num_seqs=n,
-        num_blocks=int(n * -(-total // BLOCK_SIZE) * pool_share) + 1,
-        caching=True,
-        budget=8192,
-        max_len=total + 16,
-    )
-    for tokens, _ in zip(prompts(prompt, seed), range(n), strict=False):
-        engine.add(tokens, output)
-    times = StepTimes()
-    num_preemptions = num_scheduled = 0
-    schedule = engine.scheduler.schedule
-
-    def counting() -> Any:
-        nonlocal num_preemptions, num_scheduled
-        plan = schedule()
-        num_preemptions += len(plan.preempted_req_ids or ())
-        num_scheduled += plan.total_num_scheduled_tokens
-        return plan
-
-    engine.scheduler.schedule = counting
-    while engine.scheduler.has_unfinished_requests():
-        engine.timed_step(times)
-    return {
-        "total": sum(times.samples),
-        "num_steps": len(times.samples),
-        "num_preemptions": num_preemptions,
-        "num_scheduled_tokens": num_scheduled,
-    }
-
-
-def queue(*, n: int, num_waiting: int, steps: int, seed: int) -> dict[str, float]:
-    """Steady decode while many requests wait and none finds room."""
-    prompt, total = 32, 32 + steps + 32
-    engine = Engine(
-        num_seqs=n,
-        num_blocks=n * (total // BLOCK_SIZE + 2) + 1,
-        caching=True,
-        budget=max(n * prompt, 8192),
-        max_len=total + 16,
-    )
-    source = prompts(prompt, seed)
-    for _ in range(n):
-        engine.add(next(source), steps + 32)
-    for _ in range(BLOCK_SIZE + 1):
-        engine.step()
-    waiting = next(source)
-    for _ in range(num_waiting):
-        engine.add(waiting, 4)
-    times = StepTimes()
-    for _ in range(steps):
-        engine.timed_step(times)
-    return times.report()
 
 
 def blocks(*, size: int, rounds: int) -> dict[str, float]:
@@ -354,7 +216,7 @@ def blocks(*, size: int, rounds: int) -> dict[str, float]:
         start = clock()
         plain.free_blocks(reversed(taken))
         note("release plain", start)
-    engine = Engine(num_seqs=1, num_blocks=64, caching=True, budget=64, max_len=64)
+    engine = VLLMEngine(num_seqs=1, num_blocks=64, caching=True, budget=64, max_len=64)
     for turn in range(rounds + 4):
         taken = None
         request = _hashed_request(engine, size, turn)
@@ -386,7 +248,7 @@ def blocks(*, size: int, rounds: int) -> dict[str, float]:
     return spent
 
 
-def _hashed_request(engine: Engine, size: int, turn: int) -> Request:
+def _hashed_request(engine: VLLMEngine, size: int, turn: int) -> Request:
     """A request whose blocks have hashes that no other turn has."""
     tokens = [turn, *range(1, size * BLOCK_SIZE)]
     request = Request(
@@ -417,7 +279,7 @@ def pool(*, num_blocks: int) -> dict[str, float]:
 
 def wire(*, n: int, new: bool, prompt: int, repeats: int, seed: int) -> dict[str, float]:
     """A step of decodes that all take a block, or of new prompts, written and read."""
-    engine = Engine(
+    engine = VLLMEngine(
         num_seqs=n,
         num_blocks=n * (prompt // BLOCK_SIZE + 4) + 1,
         caching=True,
@@ -447,38 +309,5 @@ def wire(*, n: int, new: bool, prompt: int, repeats: int, seed: int) -> dict[str
     }
 
 
-def memory(*, num_tokens: int, count: int, seed: int) -> dict[str, float]:
-    """KiB that a running request takes, on average."""
-    engine = Engine(
-        num_seqs=count,
-        num_blocks=count * (num_tokens // BLOCK_SIZE + 2) + 1,
-        caching=True,
-        budget=count * num_tokens,
-        max_len=num_tokens + 64,
-    )
-    source = prompts(num_tokens, seed)
-    tracemalloc.start()
-    for _ in range(count):
-        engine.add(next(source), 32)
-    waiting = tracemalloc.get_traced_memory()[0]
-    engine.step()
-    engine.step()
-    running = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    return {"waiting": waiting / count / 1024, "running": running / count / 1024}
-
-
 if __name__ == "__main__":
-    serve(
-        {
-            "decode": decode,
-            "churn": churn,
-            "admission": admission,
-            "pressure": pressure,
-            "queue": queue,
-            "blocks": blocks,
-            "pool": pool,
-            "wire": wire,
-            "memory": memory,
-        }
-    )
+    serve({**control_tasks(VLLMEngine), "blocks": blocks, "pool": pool, "wire": wire})
