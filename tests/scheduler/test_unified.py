@@ -23,6 +23,7 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
+from pdcore.connector.base import ExternalMatch
 from pdcore.connector.null import NullSchedulerConnector
 from pdcore.errors import (
     ConfigError,
@@ -33,7 +34,7 @@ from pdcore.errors import (
 )
 from pdcore.kvcache import KVCacheConfig, KVCacheSpec
 from pdcore.messages import TransferKey, TransferReport
-from pdcore.scheduler import Admission, GrammarBackend, GrammarMatcher, SkipCode
+from pdcore.scheduler import Admission, AdmissionContext, GrammarBackend, GrammarMatcher, SkipCode
 from pdcore.testing import FakeKVRunner
 from pdcore.testing.drive import Driver
 
@@ -286,6 +287,53 @@ def test_a_plan_that_was_abandoned_comes_again_the_same() -> None:
         rig.runner.execute_model(again)
         rig.scheduler.update_from_output(again, rig.runner.sample_tokens(None))
         rig.scheduler.check()
+
+
+class RemoteConnector(NullSchedulerConnector):
+    """Has the KV of 12 tokens of the request named "remote"."""
+
+    def __init__(self, *, is_async: bool) -> None:
+        super().__init__()
+        self.is_async = is_async
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_local_tokens: int
+    ) -> ExternalMatch | None:
+        num_tokens = 12 - num_local_tokens if request.request_id == "remote" else 0
+        return ExternalMatch(num_tokens=num_tokens, is_async=self.is_async)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_blocks_of_a_request_admitted_before_are_not_given_to_a_load(is_async: bool) -> None:
+    """6 blocks, 4 of them for the first in the queue: a load that needs 4 waits."""
+    rig = Rig(
+        num_blocks=7,
+        connector=RemoteConnector(is_async=is_async),
+        limits={"max_num_batched_tokens": 32},
+    )
+    rig.add("first", prompt=range(20, 36), max_tokens=1)
+    rig.add("remote", prompt=range(4, 20))
+    output = rig.scheduler.schedule()
+    assert [new.request_id for new in output.scheduled_new_reqs] == ["first"]
+    skip = rig.scheduler.explain("remote")
+    assert (skip.code, skip.needed, skip.available) == (SkipCode.NO_BLOCKS, 4, 2)
+    rig.scheduler.check()
+
+
+def test_a_policy_is_told_of_those_admitted_before_in_the_same_step() -> None:
+    """Running requests, free blocks and budget are as if each had started at once."""
+    seen = []
+
+    class Watching(FCFS):
+        def admit(self, request: Request, context: AdmissionContext) -> Admission:
+            seen.append((context.num_running, context.num_free_blocks, context.token_budget))
+            return super().admit(request, context)
+
+    rig = Rig(num_blocks=9, policy=Watching())
+    for index in range(3):
+        rig.add(f"r{index}", prompt=range(4 + 10 * index, 9 + 10 * index))
+    rig.scheduler.schedule()
+    assert seen == [(0, 8, 16), (1, 6, 11), (2, 4, 6)]
 
 
 def test_an_admission_that_was_abandoned_is_counted_nowhere() -> None:

@@ -300,8 +300,10 @@ class AdmissionPass:
     def _start_landed(
         self, state: RequestState, held: np.ndarray, num_computed: int, num_tokens: int
     ) -> Start:
-        """Start a request whose KV was loaded: the blocks that it holds are its own."""
-        self._starting.run()
+        """Start a request whose KV was loaded: the blocks that it holds are its own.
+
+        These come first, so no blocks are promised to others yet.
+        """
         manager = self._core.manager
         more = max(manager.blocks_for(num_computed + num_tokens) - held.size, 0)
         return Start(
