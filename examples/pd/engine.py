@@ -89,7 +89,7 @@ class Engine:
             if self._is_leaving:
                 break
             wait(scheduler, self._waker, clock=scheduler.clock)
-            if not scheduler.has_requests():
+            if not (scheduler.has_requests() or scheduler.has_work()):
                 continue
             result = self._batches.step()
             self._tell_moves()

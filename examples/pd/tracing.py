@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from pdcore.connector.nixl.stats import TransferStats
 from pdcore.connector.nixl.worker_side import NixlWorkerConnector
+from pdcore.connector.stats import TransferStats
 from pdcore.kvcache.base import BlockPool
 from pdcore.kvcache.holds import HoldReason
 from pdcore.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput, StepResult

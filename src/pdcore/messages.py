@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -18,6 +18,9 @@ import numpy.typing as npt
 from pdcore import wire
 from pdcore.masks import all_set
 from pdcore.request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from pdcore.connector.stats import TransferStats
 
 __all__ = [
     "GrammarBitmask",
@@ -68,11 +71,13 @@ class TransferReport:
         finished_recving: loads whose data is all there.
         failed: loads that ended otherwise. Once a load is in here, or in ``finished_recving``, the
             connector writes to its blocks no more.
+        measured: what finished reads took, from connectors that measure.
     """
 
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[TransferKey, ...] = ()
     failed: tuple[LoadFailure, ...] = ()
+    measured: tuple[TransferStats, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving or self.failed)

@@ -694,3 +694,14 @@ def test_no_fault_ever_gives_a_wrong_token(
         assert one.finish_reason is FinishReason.ABORT or one.token_ids == expected
     prefill.driver.run()
     assert (prefill.num_held, decode.num_held) == (0, 0)
+
+
+def test_a_loop_sleeps_while_one_loads_and_another_finds_no_blocks() -> None:
+    """With one request parked and one that finds no room, a step without effect leaves no work."""
+    fabric = LoopbackFabric(clock=VirtualClock(), faults=LoopbackFaults(delay_s=5.0))
+    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d", num_blocks=8)
+    other = tuple(token + 100 for token in PROMPT)
+    decode.add(prefill.prefill(), name="a")
+    decode.add(prefill.prefill(other, name="b"), other, name="b")
+    decode.step(3)
+    assert not decode.scheduler.has_work()

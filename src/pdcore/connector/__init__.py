@@ -18,16 +18,21 @@ from pdcore.connector.base import (
     WorkerConnector,
 )
 from pdcore.connector.null import NullConnector
+from pdcore.connector.stats import ConnectorStats, LoadCounts, TicketCounts, TransferStats
 
 __all__ = [
     "ConnectorEvents",
+    "ConnectorStats",
     "ExternalMatch",
     "FinishedBlocks",
     "HandOver",
     "KVCaches",
     "KVConnector",
     "KVLoad",
+    "LoadCounts",
     "NullConnector",
     "SchedulerConnector",
+    "TicketCounts",
+    "TransferStats",
     "WorkerConnector",
 ]

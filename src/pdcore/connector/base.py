@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.clock import Clock
+from pdcore.connector.stats import ConnectorStats
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import FinishReason, Request
 
@@ -148,6 +149,11 @@ class SchedulerConnector(ABC):
             InvalidTransferParams: the parameters are not acceptable; the request is refused.
         """
 
+    def request_refused(self, request: Request) -> None:  # noqa: B027
+        """A request never joined the queue: it cannot fit, or its id is taken. What its
+        ``kv_transfer_params`` promise can be given back at once, unless another request has the
+        same ones. They are as unchecked as in `request_added`; what this raises is logged."""
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: Request, num_local_tokens: int
@@ -221,6 +227,14 @@ class SchedulerConnector(ABC):
     def explain(self, request: Request) -> str | None:
         """In words, what a parked request waits for, for `Scheduler.explain`."""
         return None
+
+    def stats(self) -> ConnectorStats:
+        """What became of this engine's hand-overs and loads. On the scheduler's thread.
+
+        `Scheduler.stats` has it too, beside what it counts itself: late events, failed loads,
+        tokens that were computed again. The default counts nothing.
+        """
+        return ConnectorStats()
 
     def close(self) -> None:  # noqa: B027
         """Stop and join every thread. May be called twice."""

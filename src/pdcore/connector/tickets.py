@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from pdcore.clock import Clock
+from pdcore.connector.stats import TicketCounts
 from pdcore.errors import ConfigError, InvariantBroken, TransferError
 
 __all__ = ["TicketAnswer", "TicketRegistry", "asks_for_hand_over"]
@@ -48,6 +49,7 @@ class _Ticket:
     lease_s: float
     deadline: float
     accepted_by: str | None = None
+    has_lapsed: bool = False
     end: str = ""
 
 
@@ -78,6 +80,7 @@ class TicketRegistry:
         self._open: dict[str, _Ticket] = {}
         self._ended: OrderedDict[str, _Ticket] = OrderedDict()
         self._released: list[str] = []
+        self._counts: Counter[str] = Counter()
 
     def grant(
         self,
@@ -110,6 +113,7 @@ class TicketRegistry:
         with self._lock:
             if transfer_id in self._open or transfer_id in self._ended:
                 raise TransferError(f"transfer id {transfer_id!r} was used before: make a new one")
+            self._counts["num_granted"] += 1
             self._open[transfer_id] = _Ticket(
                 transfer_id=transfer_id,
                 block_ids=ids,
@@ -124,6 +128,7 @@ class TicketRegistry:
         with self._lock:
             ticket = self._find_open(transfer_id)
             if ticket is None:
+                self._counts["num_late"] += 1
                 return self._refusal(transfer_id)
             ticket.deadline = self._clock.now() + ticket.lease_s
             return TicketAnswer(True, remaining_s=ticket.lease_s)
@@ -146,9 +151,11 @@ class TicketRegistry:
             if ticket is None:
                 return self._answer_again(transfer_id, consumer)
             if tuple(generations) != ticket.generations:
+                self._counts["num_rejected"] += 1
                 return TicketAnswer(
                     False, reason="the block generations are not those of the ticket"
                 )
+            self._counts["num_accepted"] += 1
             ticket.accepted_by = consumer
             self._close(ticket, "it was accepted before")
             return TicketAnswer(True)
@@ -158,7 +165,11 @@ class TicketRegistry:
         with self._lock:
             ticket = self._find_open(transfer_id)
             if ticket is None:
+                ended = self._ended.get(transfer_id)
+                is_repeated = ended is not None and not ended.has_lapsed
+                self._counts["num_duplicate" if is_repeated else "num_late"] += 1
                 return False
+            self._counts["num_released"] += 1
             self._close(ticket, reason)
             return True
 
@@ -197,6 +208,11 @@ class TicketRegistry:
         with self._lock:
             return bool(self._open or self._released)
 
+    def counts(self) -> TicketCounts:
+        """What became of all tickets so far, and of what peers said about them."""
+        with self._lock:
+            return TicketCounts(**self._counts)
+
     def check(self) -> None:
         """Audit the record; raise `InvariantBroken` with what is wrong."""
         with self._lock:
@@ -224,6 +240,8 @@ class TicketRegistry:
         return len(lapsed)
 
     def _lapse(self, ticket: _Ticket) -> None:
+        self._counts["num_expired"] += 1
+        ticket.has_lapsed = True
         self._close(ticket, f"its lease of {ticket.lease_s:g} s ended without a renewal")
 
     def _close(self, ticket: _Ticket, end: str) -> None:
@@ -237,7 +255,9 @@ class TicketRegistry:
     def _answer_again(self, transfer_id: str, consumer: str) -> TicketAnswer:
         ended = self._ended.get(transfer_id)
         if ended is not None and ended.accepted_by == consumer:
+            self._counts["num_duplicate"] += 1
             return TicketAnswer(True)
+        self._counts["num_rejected"] += 1
         return self._refusal(transfer_id)
 
     def _refusal(self, transfer_id: str) -> TicketAnswer:

@@ -6,8 +6,11 @@ import numpy as np
 
 from pdcore.messages import SchedulerOutput
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.state import RequestState
 
 __all__ = ["take_back", "undo_exactly"]
+
+_MAX_LOST_LOADS = 2
 
 
 def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
@@ -21,7 +24,7 @@ def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
     if not dispatched and core.undo_is_exact and output.step_id == core.step_id:
         undo_exactly(core, output.step_id)
     else:
-        _take_back_safely(core, output)
+        _take_back_safely(core, output, dispatched=dispatched)
     if not dispatched and core.connector is not None and output.connector_meta is not None:
         core.connector.rebuild_connector_meta(output.connector_meta)
     core.undo_is_exact = False
@@ -36,7 +39,7 @@ def undo_exactly(core: Core, step_id: int) -> None:
     core.is_quiet = False
 
 
-def _take_back_safely(core: Core, output: SchedulerOutput) -> None:
+def _take_back_safely(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
     table, manager = core.table, core.manager
     core.touch()
     table.is_level = False
@@ -47,10 +50,15 @@ def _take_back_safely(core: Core, output: SchedulerOutput) -> None:
     table.refresh(rows, needed=True)
     # What started in this step, or began to load, may share blocks that the step was to write.
     for row in rows[table.since_step[rows] == output.step_id][::-1].tolist():
-        core.preempt(table.state(row))
+        state = table.state(row)
+        core.preempt(state)
+        if state.load is not None and state.load_step == output.step_id:
+            core.call_off(state.load.transfer)
+            _lose_load(core, state, dispatched=dispatched)
     for state in list(core.parked.values()):
-        if state.parked_in_step == output.step_id:
+        if state.load_step == output.step_id:
             core.restart(state)
+            _lose_load(core, state, dispatched=dispatched)
     manager.pool.withdraw(output.step_id)
     manager.pool.commit(output.step_id)
     manager.recount_published(table.running)
@@ -58,3 +66,17 @@ def _take_back_safely(core: Core, output: SchedulerOutput) -> None:
         core.take_late(int(output.rows[index]), int(output.epochs[index]))
     # The workers may not have heard that these rows were given up.
     core.finished_rows = output.finished_rows.tolist() + core.finished_rows
+
+
+def _lose_load(core: Core, state: RequestState, *, dispatched: bool) -> None:
+    """Count a load whose step failed on a worker: once may be chance, twice it is the load."""
+    state.num_lost_loads += dispatched
+    if not dispatched or state.num_lost_loads < _MAX_LOST_LOADS:
+        return
+    core.count_failed_load(state)
+    if core.limits.on_load_failure == "fail" and not state.ask_connector:
+        core.fail(
+            state,
+            f"remote KV could not be loaded: {state.num_lost_loads} steps that were to begin it "
+            "failed on a worker",
+        )

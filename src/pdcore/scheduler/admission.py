@@ -175,7 +175,7 @@ class AdmissionPass:
         joined += [
             state.block_ids
             for state in core.parked.values()
-            if state.parked_in_step == plan.step_id and state.block_ids is not None
+            if state.load_step == plan.step_id and state.block_ids is not None
         ]
         blocks = core.manager.row_blocks(row)
         return any(np.isin(blocks, others).any() for others in joined)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import attrs
 
+from pdcore.connector.stats import ConnectorStats
 from pdcore.errors import ConfigError
 from pdcore.messages import (
     GrammarBitmask,
@@ -146,6 +147,7 @@ class SchedulerStats:
         num_late_events: connector events that were late, repeated or unknown.
         num_policy_errors: calls of array hooks that raised.
         num_quarantined_blocks: blocks in quarantine now.
+        connector: what became of hand-overs and loads, as the connector counts it.
     """
 
     num_running: int
@@ -167,6 +169,7 @@ class SchedulerStats:
     num_recomputed_tokens: int
     num_late_events: int
     num_policy_errors: int
+    connector: ConnectorStats = attrs.field(factory=ConnectorStats)
 
 
 class Scheduler(ABC):
@@ -255,7 +258,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def has_requests(self) -> bool:
-        """Whether anything is unfinished, in flight, held for a peer, or not yet told."""
+        """Whether anything is unfinished, in flight, held for a peer, or not yet told.
+
+        A loop that serves for ever steps while this or `has_work` is true: when the last request
+        has ended, one more step tells the workers so.
+        """
 
     @abstractmethod
     def has_work(self) -> bool:

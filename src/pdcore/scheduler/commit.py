@@ -56,7 +56,10 @@ class Commit:
             is_in_order: whether it has a token for every row that was to draw, in the plan's order.
         """
         core, table = self._core, self._core.table
+        # The result of a plan without rows leaves a quiet scheduler quiet, or its loop would spin.
+        was_quiet = core.is_quiet
         core.touch()
+        core.is_quiet = was_quiet and not (output.rows.size or model_output.errors)
         if model_output.errors:
             self._row_errors(output, model_output)
         rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
@@ -167,7 +170,9 @@ class Commit:
         ):
             state, reason = table.state(row), FinishReason(code)
             ends.append((state, reason, _cause(state, token, reason), token))
-        return dict(zip(places.tolist(), self._core.finish_running(ends), strict=True))
+        outputs = self._core.finish_running(ends)
+        reasons[places] = [int(output.finish_reason or 0) for output in outputs]
+        return dict(zip(places.tolist(), outputs, strict=True))
 
     def _publish(self, rows: Rows, step: int) -> None:
         """Publish blocks whose last token was not known yet when their step was planned.
@@ -181,6 +186,9 @@ class Commit:
 
     def _add_departed(self, result: StepResult, departed: list[tuple[RequestState, int]]) -> None:
         for state, token in departed:
+            if self._core.owes_hand_over(state, self._late_end(state, token)):
+                # The blocks to hand over went with its row: it is computed, and drawn, again.
+                continue
             reason = self._append_late(state, token)
             index = len(result.request_ids)
             if reason is not None:
@@ -194,10 +202,15 @@ class Commit:
 
     def _append_late(self, state: RequestState, token: int) -> FinishReason | None:
         """Add a token to a preempted request; return why it ends with it, or None."""
+        reason = self._late_end(state, token)
         state.sequence.append(np.array([token], np.int32))
         if state.matcher is not None and not _accepts(state.matcher, token):
             return FinishReason.ERROR
-        request, num_tokens = state.request, len(state.sequence)
+        return reason
+
+    def _late_end(self, state: RequestState, token: int) -> FinishReason | None:
+        """Why a preempted request ends with a token that it does not have yet, or None."""
+        request, num_tokens = state.request, len(state.sequence) + 1
         sampling = request.sampling
         is_eos = token == request.eos_token_id and not sampling.ignore_eos
         if num_tokens >= request.num_prompt_tokens + sampling.min_tokens and (

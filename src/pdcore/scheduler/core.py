@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pdcore.clock import Clock
 from pdcore.connector.base import FinishedBlocks, HandOver, SchedulerConnector
+from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.kvcache.holds import Hold, HoldReason
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import RequestOutput, SchedulerOutput, TransferKey
@@ -229,7 +230,13 @@ class Core:
     ) -> RequestOutput:
         """Finish a request, but leave it its row."""
         self.touch()
-        hand_over = self._tell_connector(state, reason) if self.connector is not None else None
+        hand_over: HandOver | None = None
+        if self.connector is not None:
+            hand_over, trouble = self._tell_connector(state, reason)
+            if self.owes_hand_over(state, reason) and not (
+                hand_over and hand_over.kv_transfer_params
+            ):
+                reason, cause = FinishReason.ERROR, f"its KV could not be handed over: {trouble}"
         if state.row >= 0:
             num_tokens = int(self.table.num_tokens[state.row])
         else:
@@ -335,11 +342,21 @@ class Core:
             block_ids, owner=transfer, reason=HoldReason.QUARANTINE, deadline=deadline
         )
         self.alarms.set(("quarantine", transfer), deadline)
+        self.call_off(transfer)
+
+    def call_off(self, transfer: TransferKey) -> None:
+        """Tell the connector that nobody wants a load any more."""
         if self.connector is not None:
             try:
                 self.connector.cancel(transfer)
             except Exception:
                 logger.exception("the connector's cancel(%s) raised", transfer)
+
+    def count_failed_load(self, state: RequestState) -> None:
+        """A load failed: its request asks the connector again only while it has tries left."""
+        self.counters.num_failed_loads += 1
+        state.num_failed_loads += 1
+        state.ask_connector = state.num_failed_loads <= self.limits.max_load_retries
 
     def _leave_queues(self, state: RequestState) -> None:
         if state.uid in self.parked:
@@ -354,20 +371,35 @@ class Core:
             self.alarms.cancel(("grammar", state.uid))
         self.drop_blocks(state)
 
-    def _tell_connector(self, state: RequestState, reason: FinishReason) -> HandOver | None:
-        """Tell the connector of a request's end, and keep the blocks it asks for."""
+    def owes_hand_over(self, state: RequestState, reason: FinishReason | None) -> bool:
+        """Whether a request that ends so is worth nothing without the KV that it leaves behind."""
+        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return (
+            self.connector is not None
+            and is_complete
+            and asks_for_hand_over(state.request.kv_transfer_params)
+        )
+
+    def _tell_connector(
+        self, state: RequestState, reason: FinishReason
+    ) -> tuple[HandOver | None, str]:
+        """Tell the connector of a request's end, and keep the blocks it asks for.
+
+        Returns:
+            What it hands over, and in words why that may be nothing.
+        """
         assert self.connector is not None
         blocks = self._finished_blocks(state, reason)
         try:
             hand_over = self.connector.request_finished(state.request, state.uid, blocks)
-        except Exception:
+        except Exception as error:
             logger.exception("the connector's request_finished(%s) raised", state.request_id)
-            return None
+            return None, f"request_finished() raised {error!r}"
         if hand_over is not None and hand_over.transfer_id is not None and blocks.block_ids.size:
             self.handed_over[hand_over.transfer_id] = self.manager.pool.hold(
                 blocks.block_ids, owner=hand_over.transfer_id, reason=HoldReason.SEND
             )
-        return hand_over
+        return hand_over, f"the connector kept nothing of its {blocks.num_tokens} computed tokens"
 
     def _finished_blocks(self, state: RequestState, reason: FinishReason) -> FinishedBlocks:
         num_tokens = 0

@@ -101,8 +101,7 @@ class Intake:
         assert load is not None
         assert blocks is not None
         core.touch()
-        core.counters.num_failed_loads += 1
-        state.num_failed_loads += 1
+        core.count_failed_load(state)
         num_wanted = state.num_computed_tokens
         num_valid = min(max(num_valid_tokens, load.num_local_tokens), num_wanted)
         num_valid -= num_valid % block_size
@@ -118,11 +117,10 @@ class Intake:
         if kept.size and not still_written:
             state.block_ids = blocks[: num_valid // block_size]
             state.num_computed_tokens = num_valid
-        if core.limits.on_load_failure == "fail":
+        if core.limits.on_load_failure == "fail" and not state.ask_connector:
             core.fail(state, f"remote KV could not be loaded: {cause}")
             return
         core.counters.num_recomputed_tokens += num_wanted - state.num_computed_tokens
-        state.ask_connector = state.num_failed_loads <= core.limits.max_load_retries
         if state.ask_connector:
             core.drop_blocks(state)
         self._back_to_queue(state)

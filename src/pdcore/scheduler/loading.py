@@ -58,8 +58,6 @@ class Loading:
             return load
         self._core.leave(state, queue)
         before = (state.block_ids, state.num_computed_tokens, state.num_local_tokens)
-        state.load = load
-        state.parked_in_step = plan.step_id
         state.block_ids = blocks
         state.num_computed_tokens = num_computed
         state.num_local_tokens = hit.num_tokens
@@ -99,6 +97,7 @@ class Loading:
             return self._core.fail_later(state, "update_state_after_alloc", error)
         # Never counted back, so that no two loads have one name.
         state.attempt += 1
+        state.load, state.load_step = load, core.step_id
         core.record(lambda: connector.undo_alloc(state.request, load))
         return load
 

@@ -38,10 +38,11 @@ class RequestState:
         block_ids: blocks it has without a row, in order of position.
         num_computed_tokens: tokens whose KV is in ``block_ids``.
         num_local_tokens: of those, how many were found in the local cache.
-        load: the load it waits for, while parked.
-        parked_in_step: the step that started this load.
+        load: the load it waits for, while parked; or the last that its step was to have done.
+        load_step: the step that started this load.
         attempt: how many loads were started for it.
         num_failed_loads: how many of them failed.
+        num_lost_loads: how many were taken back with a step that failed.
         ask_connector: whether the connector is still asked for its KV.
         is_asking: whether the connector was asked and could not say yet.
         num_late_tokens: tokens of steps that were in flight when it lost its row.
@@ -62,9 +63,10 @@ class RequestState:
     num_computed_tokens: int = 0
     num_local_tokens: int = 0
     load: KVLoad | None = None
-    parked_in_step: int = 0
+    load_step: int = 0
     attempt: int = 0
     num_failed_loads: int = 0
+    num_lost_loads: int = 0
     ask_connector: bool = True
     is_asking: bool = False
     num_late_tokens: int = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import SchedulerConnector
-from pdcore.errors import ConfigError, DuplicateRequest, OutputOrder
+from pdcore.connector.stats import ConnectorStats
+from pdcore.errors import (
+    ConfigError,
+    DuplicateRequest,
+    InvalidTransferParams,
+    OutputOrder,
+    RequestError,
+)
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.kvcache.sequence import TokenSequence
 from pdcore.messages import (
@@ -54,6 +61,8 @@ __all__ = ["UnifiedScheduler"]
 logger = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
+
+_AnswerT = TypeVar("_AnswerT")
 
 
 class UnifiedScheduler(Scheduler):
@@ -129,6 +138,13 @@ class UnifiedScheduler(Scheduler):
         return self._core.limits
 
     def add_request(self, request: Request) -> RequestHandle:
+        try:
+            return self._add(request)
+        except RequestError:
+            self._tell_refused(request)
+            raise
+
+    def _add(self, request: Request) -> RequestHandle:
         core = self._core
         if request.request_id in core.uids:
             status = core.requests[core.uids[request.request_id]].status
@@ -273,7 +289,10 @@ class UnifiedScheduler(Scheduler):
             or core.outbox
             or core.handed_over
             or core.quarantine
-            or (core.connector is not None and core.connector.has_pending())
+            or (
+                core.connector is not None
+                and self._answer_of(core.connector.has_pending, otherwise=False)
+            )
         )
 
     def has_work(self) -> bool:
@@ -293,7 +312,7 @@ class UnifiedScheduler(Scheduler):
         core = self._core
         times = [core.alarms.next()]
         if core.connector is not None:
-            times.append(core.connector.next_wakeup())
+            times.append(self._answer_of(core.connector.next_wakeup, otherwise=None))
         return min((time for time in times if time is not None), default=None)
 
     def status(self, request_id: str) -> RequestStatus | None:
@@ -352,6 +371,7 @@ class UnifiedScheduler(Scheduler):
             num_free_blocks=pool.num_free_blocks,
             num_usable_blocks=pool.num_usable_blocks,
             num_quarantined_blocks=sum(hold.block_ids.size for hold in core.quarantine.values()),
+            connector=ConnectorStats() if core.connector is None else core.connector.stats(),
             **attrs.asdict(core.counters),
         )
 
@@ -400,10 +420,33 @@ class UnifiedScheduler(Scheduler):
         deadline = core.clock.now() + core.limits.grammar_timeout_s
         core.alarms.set(("grammar", state.uid), deadline)
 
+    def _answer_of(self, question: Callable[[], _AnswerT], *, otherwise: _AnswerT) -> _AnswerT:
+        """What the connector says; one that raises takes no engine down."""
+        try:
+            return question()
+        except Exception:
+            logger.exception("the connector raised when it was asked: %r", question)
+            return otherwise
+
+    def _tell_refused(self, request: Request) -> None:
+        """Who holds KV for a request that is refused need not wait for it."""
+        connector = self._core.connector
+        if connector is None or request.kv_transfer_params is None:
+            return
+        try:
+            connector.request_refused(request)
+        except InvalidTransferParams as error:
+            logger.debug("request %s was refused with a bad ticket: %s", request.request_id, error)
+        except Exception:
+            logger.exception("the connector's request_refused(%s) raised", request.request_id)
+
     def _take_report(self, report: TransferReport) -> None:
         core = self._core
         if core.connector is not None:
-            core.connector.update_connector_output(report)
+            try:
+                core.connector.update_connector_output(report)
+            except Exception:
+                logger.exception("update_connector_output() raised; what was lost times out")
             core.has_news |= bool(report)
 
     def _make(self, plan: Plan) -> None:

@@ -15,9 +15,11 @@ from pdcore.connector.base import (
     KVLoad,
     SchedulerConnector,
 )
+from pdcore.connector.load_tally import LoadTally
 from pdcore.connector.loopback.fabric import LoopbackEngine, LoopbackFabric
 from pdcore.connector.loopback.meta import LoopbackLoad, LoopbackMeta
 from pdcore.connector.loopback.ticket import LoopbackTicket
+from pdcore.connector.stats import ConnectorStats
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import InvalidTransferParams
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
@@ -66,6 +68,7 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         self._loads: dict[TransferKey, _Load] = {}
         self._orders_cancelled: list[TransferKey] = []
         self._orders_cut_off: list[TransferKey] = []
+        self._tally = LoadTally()
 
     def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:
         self._engine.notify = notify
@@ -88,6 +91,14 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         self._renew(remote)
         self._remotes[uid] = self._by_request[request] = remote
 
+    def request_refused(self, request: Request) -> None:
+        ticket = LoopbackTicket.from_params(request.kv_transfer_params)
+        if ticket is None:
+            return
+        others = [remote.ticket for remote in self._remotes.values()]
+        if not any(_is_same_hand_over(ticket, other) for other in others):
+            self._fabric.release(ticket)
+
     def get_num_new_matched_tokens(self, request: Request, num_local_tokens: int) -> ExternalMatch:
         remote = self._by_request.get(request)
         if remote is None or not remote.is_open:
@@ -99,9 +110,11 @@ class LoopbackSchedulerConnector(SchedulerConnector):
     def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
         remote = self._remotes[load.transfer.uid]
         self._loads[load.transfer] = _Load(remote=remote, load=load)
+        self._tally.started()
 
     def undo_alloc(self, request: Request, load: KVLoad) -> None:
-        self._loads.pop(load.transfer, None)
+        if self._loads.pop(load.transfer, None) is not None:
+            self._tally.undone()
 
     def build_connector_meta(self, output: SchedulerOutput) -> LoopbackMeta | None:
         self._release_unneeded(output)
@@ -160,14 +173,14 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         finished: list[TransferKey] = []
         failed: list[LoadFailure] = []
         for transfer in report.finished_recving:
-            load = self._loads.pop(transfer, None)
+            load = self._take_reported(transfer)
             refusal = None if load is None else self._vouch(load)
             if refusal is None:
                 finished.append(transfer)
             else:
                 failed.append(refusal)
         for failure in report.failed:
-            load = self._loads.pop(failure.transfer, None)
+            load = self._take_reported(failure.transfer)
             failed.append(failure if load is None else self._checked(load, failure))
         super().update_connector_output(
             TransferReport(finished_recving=tuple(finished), failed=tuple(failed))
@@ -199,6 +212,9 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         if remote is None:
             return None
         return f"its KV from engine {remote.ticket.engine_id!r} ({remote.ticket.transfer_id})"
+
+    def stats(self) -> ConnectorStats:
+        return ConnectorStats(tickets=self._engine.registry.counts(), loads=self._tally.counts())
 
     def close(self) -> None:
         self._engine.is_alive = False
@@ -232,6 +248,8 @@ class LoopbackSchedulerConnector(SchedulerConnector):
 
     def _renew(self, remote: _Remote) -> None:
         answer = self._fabric.renew(remote.ticket)
+        if remote.is_open and not answer:
+            self._tally.expired()
         remote.is_open = bool(answer)
         # Twice a lease, so that one late step does not lose it.
         remote.renew_at = self._fabric.clock.now() + answer.remaining_s / 2
@@ -254,14 +272,22 @@ class LoopbackSchedulerConnector(SchedulerConnector):
             if remote is not None:
                 self._release(remote)
 
+    def _take_reported(self, transfer: TransferKey) -> _Load | None:
+        """The load that a report is about, unless nobody waits for it."""
+        load = self._loads.pop(transfer, None)
+        self._tally.reported(transfer, is_awaited=load is not None)
+        return load
+
     def _vouch(self, load: _Load) -> LoadFailure | None:
         """Ask the peer whether the data is what its ticket promised; None is a yes."""
-        if load.is_cancelled:
-            return _cancelled(load)
         key = load.load.transfer
+        if load.is_cancelled:
+            self._tally.ended(key, is_good=True, is_cancelled=True)
+            return _cancelled(load)
         consumer = f"{self._engine.engine_id}-{self._engine.epoch}-{key.uid}-{key.attempt}"
         answer = self._fabric.accept(load.remote.ticket, consumer=consumer)
         load.remote.is_open = False
+        self._tally.ended(key, is_good=bool(answer), is_rejected=not answer)
         if answer:
             return None
         return LoadFailure(
@@ -272,7 +298,9 @@ class LoopbackSchedulerConnector(SchedulerConnector):
 
     def _checked(self, load: _Load, failure: LoadFailure) -> LoadFailure:
         """Trust what a failed load did bring only while the peer still holds the blocks."""
-        self._renew(load.remote)
+        self._tally.ended(failure.transfer, is_good=False, is_cancelled=load.is_cancelled)
+        if load.remote.is_open:
+            self._renew(load.remote)
         if load.remote.is_open:
             return failure
         return attrs.evolve(failure, num_valid_tokens=load.load.num_local_tokens)
@@ -283,4 +311,12 @@ def _cancelled(load: _Load) -> LoadFailure:
         transfer=load.load.transfer,
         num_valid_tokens=load.load.num_local_tokens,
         cause="the load was cancelled",
+    )
+
+
+def _is_same_hand_over(one: LoopbackTicket, other: LoopbackTicket) -> bool:
+    return (one.engine_id, one.engine_epoch, one.transfer_id) == (
+        other.engine_id,
+        other.engine_epoch,
+        other.transfer_id,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from pdcore.connector.nixl.channel import Channel, client_proof, is_proof, new_nonce, server_proof
 from pdcore.connector.nixl.config import NixlConfig
@@ -13,6 +14,8 @@ from pdcore.connector.nixl.protocol import (
     Message,
     ProtocolError,
     Refusal,
+    Release,
+    Renew,
     Welcome,
 )
 from pdcore.errors import HandshakeRefused, PeerLost
@@ -45,6 +48,8 @@ class PeerClient:
         self._name = name
         self._config = config
         self._slots = asyncio.Semaphore(config.max_connections_per_peer)
+        # A queue of renewals leaves a connection to those whose data waits to be accepted.
+        self._patient = asyncio.Semaphore(max(1, config.max_connections_per_peer - 1))
         self._idle: list[Channel] = []
         self._is_closed = False
 
@@ -63,7 +68,7 @@ class PeerClient:
         """
         timeout_s = self._config.request_timeout_s
         try:
-            async with asyncio.timeout(timeout_s), self._slots:
+            async with asyncio.timeout(timeout_s), self._turn(request), self._slots:
                 return await self._ask_over_any(request)
         except TimeoutError:
             raise PeerLost(f"{self.where} did not answer within {timeout_s:g} s") from None
@@ -78,6 +83,9 @@ class PeerClient:
         self._is_closed = True
         while self._idle:
             self._idle.pop().close()
+
+    def _turn(self, request: Message) -> AbstractAsyncContextManager[None]:
+        return self._patient if isinstance(request, Release | Renew) else nullcontext()
 
     async def _ask_over_any(self, request: Message) -> Message:
         while self._idle:

@@ -43,13 +43,14 @@ class NixlConfig:
         max_params_bytes: how large ``kv_transfer_params`` may be, as JSON.
         max_num_connections: how many peers' connections the side channel serves at once.
         max_connections_per_peer: how many it opens to one peer.
-        load_poll_s: how often a loop that only waits for loads asks its workers.
+        load_poll_s: how often a loop that only waits for loads asks its workers all the same;
+            they say when one ended, but what says it may get lost.
         busy_poll_s, idle_poll_s: how often a worker looks after those who read from it, while it
             knows of some and otherwise.
         stall_timeout_s: with reads from a peer in flight and none ending for so long, the peer is
             cut off and its loads fail. Must be longer than the longest read takes.
         idle_peer_timeout_s: without a read for so long, what was set up for a peer is let go.
-        doorbell_host: where workers listen for their own scheduler half.
+        doorbell_host: where an engine's scheduler half and its workers listen for each other.
 
     Raises:
         ConfigError: a setting is out of its range, or the host is reachable from outside and there
@@ -68,7 +69,7 @@ class NixlConfig:
     max_params_bytes: int = 1 << 20
     max_num_connections: int = 256
     max_connections_per_peer: int = 2
-    load_poll_s: float = 0.002
+    load_poll_s: float = 0.01
     busy_poll_s: float = 0.0005
     idle_poll_s: float = 0.05
     stall_timeout_s: float = 30.0

@@ -27,6 +27,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_FIRST_RENEWAL_S = 0.02
+_FIRST_RENEWAL_SHARE = 0.02
+"""Of the lease."""
+
 
 @attrs.frozen(kw_only=True)
 class Introduced:
@@ -115,7 +119,12 @@ class TicketDriver:
             self._tell(Introduced(uid=self._uid, peer=peer))
 
     async def keep(self) -> None:
-        """Renew the lease until `stop`, and tell when that fails for good."""
+        """Renew the lease until `stop`, and tell when that fails for good.
+
+        The first time after a moment: a load that begins at once renews with its first message, and
+        is often over by then.
+        """
+        await asyncio.sleep(min(_FIRST_RENEWAL_S, _FIRST_RENEWAL_SHARE * self._params.lease_s))
         while not self._is_over:
             pause_s = await self._renew()
             if pause_s is None:

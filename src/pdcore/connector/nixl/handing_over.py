@@ -156,12 +156,12 @@ class HandOverDesk:
         return Description(block_size=self._config.block_size, ranks=self._endpoints)
 
     def _reading_begins(self, transfer_id: str) -> Answer:
-        if not self.registry.is_open(transfer_id):
-            return Answer(ok=False, reason="the ticket is not open")
-        with self._lock:
-            self._reading.add(transfer_id)
-        self._ring(_RING_S)
-        return Answer(ok=True)
+        answer = self.registry.renew(transfer_id)
+        if answer:
+            with self._lock:
+                self._reading.add(transfer_id)
+            self._ring(_RING_S)
+        return _as_answer(answer)
 
     def _accept(self, request: Accept, sender: str) -> Answer:
         answer = self.registry.accept(request.transfer_id, request.generations, consumer=sender)

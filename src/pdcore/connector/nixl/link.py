@@ -66,6 +66,11 @@ class PeerLink:
     def where(self) -> str:
         return self._client.where
 
+    @property
+    def info(self) -> PeerInfo | None:
+        """The peer's KV memory if the handshake is done. From any thread."""
+        return self._info
+
     async def describe(self) -> PeerInfo:
         """Shake hands, unless that is done, and return the peer's KV memory.
 

@@ -29,7 +29,7 @@ class RankEndpoint:
 
 @attrs.frozen(kw_only=True)
 class Doorbell:
-    """Where a worker listens for "somebody is reading": a datagram address and a secret.
+    """Where one half of an engine's connector listens for the other: an address and a secret.
 
     It stays within the engine; no peer is told.
     """
@@ -88,8 +88,10 @@ class NixlMeta:
         reads: loads to start.
         cancels: loads that nobody wants any more.
         cut_offs: peers to let go of.
+        doorbell: where to say that a load ended, so that nobody need ask; None says nothing.
     """
 
     reads: tuple[ReadTask, ...] = ()
     cancels: tuple[TransferKey, ...] = ()
     cut_offs: tuple[PeerCutOff, ...] = ()
+    doorbell: Doorbell | None = None

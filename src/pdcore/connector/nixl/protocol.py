@@ -141,7 +141,7 @@ class Renew(Message):
 
 @attrs.frozen(kw_only=True)
 class Reading(Message):
-    """Says that a read is about to begin, so that the workers look often."""
+    """Says that a read is about to begin: the workers look often, and the lease starts afresh."""
 
     transfer_id: str = _name()
 

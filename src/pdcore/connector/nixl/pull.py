@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 
 import attrs
+import numpy as np
 
 from pdcore.connector.base import KVLoad
-from pdcore.connector.nixl.meta import PeerInfo
+from pdcore.connector.nixl.meta import PeerInfo, ReadTask
 from pdcore.connector.nixl.params import TransferParams
+from pdcore.errors import TransferError
 from pdcore.messages import TransferKey
 from pdcore.request import Request
 
@@ -78,3 +80,37 @@ class Pull:
         # cause, and the application's rule for failed loads is what decides.
         usable = min(self.params.num_tokens, self.request.num_prompt_tokens - 1)
         return max(0, usable - num_local_tokens)
+
+    def check(self, load: KVLoad) -> None:
+        """Raise `TransferError` if the ticket cannot fill the blocks of a load."""
+        block_size = self.params.block_size
+        end = load.num_local_tokens + load.num_external_tokens
+        num_blocks = -(-end // block_size) - load.num_local_tokens // block_size
+        is_aligned = load.num_local_tokens % block_size == 0
+        if not is_aligned or end > self.params.num_tokens or num_blocks > load.block_ids.size:
+            raise TransferError(
+                f"{load.num_external_tokens} tokens after {load.num_local_tokens} local ones "
+                f"cannot be loaded into {load.block_ids.size} blocks of {block_size} from a "
+                f"ticket of {self.params.num_tokens} tokens: is NixlConfig.block_size the pool's?"
+            )
+
+    def read_task(self) -> ReadTask:
+        """What the workers are to do for the newest load.
+
+        By position: block i of the prompt here is read from block i of the prompt there.
+        """
+        load, params = self.load, self.params
+        assert load is not None
+        assert self.peer is not None
+        first = load.num_local_tokens // params.block_size
+        end = -(-(load.num_local_tokens + load.num_external_tokens) // params.block_size)
+        local_ids = np.array(load.block_ids[: end - first], dtype=np.int32)
+        remote_ids = np.array(params.block_ids[first:end], dtype=np.int32)
+        exists = (local_ids != 0) & (remote_ids != 0)  # block 0 stands for "no longer needed"
+        return ReadTask(
+            transfer=load.transfer,
+            peer=self.peer,
+            local_block_ids=local_ids[exists],
+            remote_block_ids=remote_ids[exists],
+            num_local_tokens=load.num_local_tokens,
+        )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-
-import numpy as np
 
 from pdcore.clock import Clock
 from pdcore.connector.base import KVLoad
+from pdcore.connector.load_tally import LoadTally
 from pdcore.connector.nixl.addresses import AllowedPeers
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
@@ -33,7 +31,6 @@ from pdcore.request import Request
 __all__ = ["PullDesk"]
 
 _CANCELLED = "the load was cancelled before it began"
-_MAX_NUM_MEASURED = 1024
 
 
 class PullDesk:
@@ -74,7 +71,7 @@ class PullDesk:
         self._finished: list[TransferKey] = []
         self._failed: list[LoadFailure] = []
         self._orders = WorkerOrders()
-        self._accept_s: deque[tuple[TransferKey, float]] = deque(maxlen=_MAX_NUM_MEASURED)
+        self.tally = LoadTally()
 
     # What the scheduler asks.
 
@@ -84,18 +81,7 @@ class PullDesk:
         Raises:
             InvalidTransferParams: the ticket is not acceptable.
         """
-        assert request.kv_transfer_params is not None
-        params = TransferParams.from_dict(
-            request.kv_transfer_params,
-            key=self._config.key,
-            allowed_peers=self._allowed,
-            max_num_bytes=self._config.max_params_bytes,
-        )
-        if params.prompt_digest != prompt_digest(request):
-            raise InvalidTransferParams(
-                "kv_transfer_params belong to another prompt: pass the ticket with the same "
-                "prompt_token_ids and lora that the prefill engine had"
-            )
+        params = self._ticket_of(request)
         pull = Pull(uid=uid, request=request, params=params)
         link = self._links.get(params)
         link.num_users += 1
@@ -103,7 +89,23 @@ class PullDesk:
         self._pulls[uid] = self._by_request[request] = pull
         self._drivers[uid] = driver
         self._control.spawn(driver.keep())
-        self._control.spawn(driver.introduce())
+        pull.peer = link.info
+        if pull.peer is None:
+            self._control.spawn(driver.introduce())
+
+    def refuse(self, request: Request) -> None:
+        """A request was refused before it was added: give its ticket back, unless another has it.
+
+        Raises:
+            InvalidTransferParams: the ticket is not acceptable.
+        """
+        params = self._ticket_of(request)
+        others = (pull.params for pull in self._pulls.values())
+        if all(other.transfer_id != params.transfer_id for other in others):
+            notice = self._links.get(params).release(
+                params.transfer_id, "the decode engine refused its request"
+            )
+            self._control.spawn(notice, is_short=True)
 
     def num_matched_tokens(self, request: Request, num_local_tokens: int) -> int:
         """How many tokens beyond the local ones this request's ticket can bring."""
@@ -117,11 +119,12 @@ class PullDesk:
             raise TransferError(
                 f"request {load.request.request_id!r} has no ticket that could be loaded"
             )
-        self._check_load(pull, load)
+        pull.check(load)
         pull.load = load
         pull.is_cancelled = False
         pull.num_attempts += 1
         self._by_transfer[load.transfer] = pull
+        self.tally.started()
         if pull.trouble:
             self._fail(pull, pull.trouble)
         elif pull.peer is not None:
@@ -136,6 +139,7 @@ class PullDesk:
         if pull is None:
             return
         self._orders.drop(load.transfer)
+        self.tally.undone()
         pull.load = None
         pull.num_attempts -= 1
         if pull.state is not PullState.DONE:
@@ -214,11 +218,14 @@ class PullDesk:
 
     def hear_report(self, report: TransferReport) -> None:
         """Take what the workers say: a load that is all there still needs the peer's word."""
+        for stats in report.measured:
+            if self._is_reading(stats.transfer):
+                self.tally.measured(stats)
         for transfer in report.finished_recving:
-            if self._is_reading(transfer):
+            if self._is_awaited(transfer):
                 self._data_arrived(self._by_transfer[transfer])
         for failure in report.failed:
-            if self._is_reading(failure.transfer):
+            if self._is_awaited(failure.transfer):
                 pull = self._by_transfer[failure.transfer]
                 self._control.call(self._drivers[pull.uid].link.forget)
                 pull.peer = None
@@ -251,18 +258,27 @@ class PullDesk:
         """Whether a load is under way, or its end is not told yet."""
         return bool(self._by_transfer or self._finished or self._failed)
 
-    def take_accept_seconds(self) -> dict[TransferKey, float]:
-        """Return how long peers took to vouch for each load since the last call."""
-        seconds = dict(self._accept_s)
-        self._accept_s.clear()
-        return seconds
-
     def give_back_all(self) -> None:
         """The engine closes: tell every peer that its ticket will not be used."""
         for pull in tuple(self._pulls.values()):
             self._give_back(pull, "the decode engine is closing")
 
     # Inner workings.
+
+    def _ticket_of(self, request: Request) -> TransferParams:
+        assert request.kv_transfer_params is not None
+        params = TransferParams.from_dict(
+            request.kv_transfer_params,
+            key=self._config.key,
+            allowed_peers=self._allowed,
+            max_num_bytes=self._config.max_params_bytes,
+        )
+        if params.prompt_digest != prompt_digest(request):
+            raise InvalidTransferParams(
+                "kv_transfer_params belong to another prompt: pass the ticket with the same "
+                "prompt_token_ids and lora that the prefill engine had"
+            )
+        return params
 
     def _hear(self, fact: Fact) -> None:
         with self._lock:
@@ -285,6 +301,8 @@ class PullDesk:
                 self._accept_answered(pull, fact)
 
     def _ticket_lost(self, pull: Pull, fact: TicketLost) -> None:
+        if pull.state is not PullState.DONE:
+            self.tally.expired()
         pull.trouble = pull.trouble or fact.cause
         if pull.state in (PullState.SHAKING_HANDS, PullState.POSTED):
             assert pull.transfer is not None
@@ -296,13 +314,13 @@ class PullDesk:
     def _accept_answered(self, pull: Pull, fact: AcceptAnswered) -> None:
         if pull.state is not PullState.ACCEPTING or fact.transfer != pull.transfer:
             return
-        self._accept_s.append((fact.transfer, self._clock.now() - pull.accept_began_at))
+        accept_s = self._clock.now() - pull.accept_began_at
         pull.is_returned = fact.is_consumed
         if fact.cause:
             pull.trouble = fact.cause
-            self._fail(pull, fact.cause)
+            self._fail(pull, fact.cause, is_rejected=fact.is_consumed, accept_s=accept_s)
         else:
-            self._end_load(pull, PullState.DONE)
+            self._end_load(pull, PullState.DONE, is_good=True, accept_s=accept_s)
             self._finished.append(fact.transfer)
             self._settle(pull)
 
@@ -311,7 +329,7 @@ class PullDesk:
         if pull.is_cancelled:
             # Nobody will look at the data, so nobody need vouch for it.
             transfer = pull.transfer
-            self._end_load(pull, PullState.DONE)
+            self._end_load(pull, PullState.DONE, is_good=True)
             self._finished.append(transfer)
             self._settle(pull)
             self._notify()
@@ -320,21 +338,44 @@ class PullDesk:
         pull.accept_began_at = self._clock.now()
         self._control.spawn(self._drivers[pull.uid].accept(pull.transfer))
 
-    def _fail(self, pull: Pull, cause: str) -> None:
+    def _fail(
+        self, pull: Pull, cause: str, *, is_rejected: bool = False, accept_s: float | None = None
+    ) -> None:
         assert pull.load is not None
         failure = LoadFailure(
             transfer=pull.load.transfer, num_valid_tokens=pull.load.num_local_tokens, cause=cause
         )
         is_over = pull.is_cancelled or bool(pull.trouble)
-        self._end_load(pull, PullState.DONE if is_over else PullState.WAITING)
+        self._end_load(
+            pull,
+            PullState.DONE if is_over else PullState.WAITING,
+            is_good=False,
+            is_rejected=is_rejected,
+            accept_s=accept_s,
+        )
         self._failed.append(failure)
         self._settle(pull)
         self._notify()
 
-    def _end_load(self, pull: Pull, state: PullState) -> None:
+    def _end_load(
+        self,
+        pull: Pull,
+        state: PullState,
+        *,
+        is_good: bool,
+        is_rejected: bool = False,
+        accept_s: float | None = None,
+    ) -> None:
         assert pull.transfer is not None
         self._by_transfer.pop(pull.transfer, None)
         pull.state = state
+        self.tally.ended(
+            pull.transfer,
+            is_good=is_good,
+            is_cancelled=pull.is_cancelled,
+            is_rejected=is_rejected,
+            accept_s=accept_s,
+        )
 
     def _settle(self, pull: Pull) -> None:
         """Give a ticket back that will not be used, and forget a request that is gone."""
@@ -360,7 +401,7 @@ class PullDesk:
         pull.state = PullState.READING
         link = self._drivers[pull.uid].link
         self._control.spawn(link.announce(pull.params.transfer_id))
-        return _read_task(pull)
+        return pull.read_task()
 
     def _queue_read(self, pull: Pull) -> None:
         assert pull.transfer is not None
@@ -368,37 +409,12 @@ class PullDesk:
         self._orders.read(pull.transfer, pull)
         self._notify()
 
+    def _is_awaited(self, transfer: TransferKey) -> bool:
+        """Whether a report about a load says something new; counts it if it does not."""
+        is_awaited = self._is_reading(transfer)
+        self.tally.reported(transfer, is_awaited=is_awaited)
+        return is_awaited
+
     def _is_reading(self, transfer: TransferKey) -> bool:
         pull = self._by_transfer.get(transfer)
         return pull is not None and pull.state is PullState.READING
-
-    def _check_load(self, pull: Pull, load: KVLoad) -> None:
-        block_size = pull.params.block_size
-        end = load.num_local_tokens + load.num_external_tokens
-        num_blocks = -(-end // block_size) - load.num_local_tokens // block_size
-        is_aligned = load.num_local_tokens % block_size == 0
-        if not is_aligned or end > pull.params.num_tokens or num_blocks > load.block_ids.size:
-            raise TransferError(
-                f"{load.num_external_tokens} tokens after {load.num_local_tokens} local ones "
-                f"cannot be loaded into {load.block_ids.size} blocks of {block_size} from a "
-                f"ticket of {pull.params.num_tokens} tokens: is NixlConfig.block_size the pool's?"
-            )
-
-
-def _read_task(pull: Pull) -> ReadTask:
-    """By position: block i of the prompt here is read from block i of the prompt there."""
-    load, params = pull.load, pull.params
-    assert load is not None
-    assert pull.peer is not None
-    first = load.num_local_tokens // params.block_size
-    end = -(-(load.num_local_tokens + load.num_external_tokens) // params.block_size)
-    local_ids = np.array(load.block_ids[: end - first], dtype=np.int32)
-    remote_ids = np.array(params.block_ids[first:end], dtype=np.int32)
-    exists = (local_ids != 0) & (remote_ids != 0)  # block 0 stands for "no longer needed"
-    return ReadTask(
-        transfer=load.transfer,
-        peer=pull.peer,
-        local_block_ids=local_ids[exists],
-        remote_block_ids=remote_ids[exists],
-        num_local_tokens=load.num_local_tokens,
-    )

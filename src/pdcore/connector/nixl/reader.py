@@ -16,7 +16,7 @@ from pdcore.connector.nixl.agent import TransferAgent
 from pdcore.connector.nixl.blocks import merge_order, num_runs
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import PeerInfo, ReadTask
-from pdcore.connector.nixl.stats import TransferStats
+from pdcore.connector.stats import TransferStats
 from pdcore.errors import PeerLost
 from pdcore.messages import TransferKey
 

@@ -20,6 +20,7 @@ from pdcore.connector.base import (
 )
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
+from pdcore.connector.nixl.doorbell import DoorbellListener
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.handing_over import HandOverDesk
 from pdcore.connector.nixl.links import PeerLinks
@@ -27,6 +28,7 @@ from pdcore.connector.nixl.meta import NixlMeta
 from pdcore.connector.nixl.pulling import PullDesk
 from pdcore.connector.nixl.server import SideChannelServer, bind
 from pdcore.connector.nixl.worker_side import WorkerHandshake
+from pdcore.connector.stats import ConnectorStats
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import ConfigError
 from pdcore.messages import SchedulerOutput, TransferKey, TransferReport
@@ -49,6 +51,7 @@ class _Parts:
     links: PeerLinks
     hand_overs: HandOverDesk
     pulls: PullDesk
+    doorbell: DoorbellListener
 
 
 class NixlSchedulerConnector(SchedulerConnector):
@@ -81,12 +84,17 @@ class NixlSchedulerConnector(SchedulerConnector):
 
         Raises:
             AddressInUse: the side channel's address is taken or not this machine's.
-            ConfigError: it was started before.
+            ConfigError: it was started before, or ``doorbell_host`` is not this machine's.
         """
         if self._started is not None:
             raise ConfigError("this connector was started before: make a new one")
         config, name, control = self._config, self._name, self._control
         listener = bind(config.host, config.port)
+        try:
+            doorbell = DoorbellListener(config.doorbell_host)
+        except ConfigError:
+            listener.close()
+            raise
         port = listener.getsockname()[1]
         self._address = (config.host, port)
         links = PeerLinks(name=name, config=config, control=control, clock=clock)
@@ -100,10 +108,16 @@ class NixlSchedulerConnector(SchedulerConnector):
         pulls = PullDesk(config=config, links=links, control=control, clock=clock, notify=notify)
         server = SideChannelServer(listener, name=name, config=config, handle=hand_overs.answer)
         self._started = _Parts(
-            clock=clock, server=server, links=links, hand_overs=hand_overs, pulls=pulls
+            clock=clock,
+            server=server,
+            links=links,
+            hand_overs=hand_overs,
+            pulls=pulls,
+            doorbell=doorbell,
         )
         control.start()
         control.run(server.start(), timeout_s=config.request_timeout_s)
+        control.run(_wake_when_rung(doorbell, notify), timeout_s=config.request_timeout_s)
         control.spawn(_keep_workers_awake(hand_overs))
 
     def set_xfer_handshake_metadata(self, metadata: list[WorkerHandshake | None]) -> None:
@@ -127,6 +141,11 @@ class NixlSchedulerConnector(SchedulerConnector):
         if params is not None and not asks_for_hand_over(params):
             self._parts.pulls.add(request, uid)
 
+    def request_refused(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if params is not None and not asks_for_hand_over(params):
+            self._parts.pulls.refuse(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_local_tokens: int
     ) -> ExternalMatch | None:
@@ -145,7 +164,8 @@ class NixlSchedulerConnector(SchedulerConnector):
         for new in output.scheduled_new_reqs:
             pulls.note_admitted(new.uid)
         self._polled_at = self._parts.clock.now()
-        return pulls.take_orders()
+        orders = pulls.take_orders()
+        return None if orders is None else self._with_doorbell(orders)
 
     def rebuild_connector_meta(self, meta: NixlMeta | None) -> None:
         if meta is not None:
@@ -190,9 +210,15 @@ class NixlSchedulerConnector(SchedulerConnector):
     def explain(self, request: Request) -> str | None:
         return self._parts.pulls.explain(request)
 
-    def take_accept_seconds(self) -> dict[TransferKey, float]:
-        """Return how long peers took to vouch for each load since the last call."""
-        return self._parts.pulls.take_accept_seconds()
+    def stats(self) -> ConnectorStats:
+        if self._started is None:
+            return ConnectorStats()
+        pulls = self._parts.pulls.tally
+        return ConnectorStats(
+            tickets=self._parts.hand_overs.registry.counts(),
+            loads=pulls.counts(),
+            transfers=pulls.transfers(),
+        )
 
     def close(self) -> None:
         """Give back unused tickets, close every connection, join the thread. Idempotent."""
@@ -200,6 +226,8 @@ class NixlSchedulerConnector(SchedulerConnector):
             self._is_closed = True
             self._say_farewell(self._started)
         self._control.close()
+        if self._started is not None:
+            self._started.doorbell.close()
 
     def _say_farewell(self, parts: _Parts) -> None:
         parts.pulls.give_back_all()
@@ -208,6 +236,9 @@ class NixlSchedulerConnector(SchedulerConnector):
         except TimeoutError:
             logger.warning("the NIXL side channel closed before every peer was told")
         parts.links.close()
+
+    def _with_doorbell(self, orders: NixlMeta) -> NixlMeta:
+        return attrs.evolve(orders, doorbell=self._parts.doorbell.address)
 
     async def _wind_up(self, server: SideChannelServer) -> None:
         await self._control.wait_idle(timeout_s=_FAREWELL_S)
@@ -218,6 +249,16 @@ class NixlSchedulerConnector(SchedulerConnector):
         if self._started is None:
             raise ConfigError("the NIXL connector is not started: call start() first")
         return self._started
+
+
+async def _wake_when_rung(doorbell: DoorbellListener, notify: Callable[[], None]) -> None:
+    """Wake the engine's loop as soon as a worker says that a load ended."""
+
+    def rung() -> None:
+        if doorbell.take() is not None:
+            notify()
+
+    asyncio.get_running_loop().add_reader(doorbell.fileno(), rung)
 
 
 async def _keep_workers_awake(desk: HandOverDesk) -> None:

@@ -11,11 +11,12 @@ import attrs
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.doorbell import ring
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import Doorbell, NixlMeta, PeerInfo, RankEndpoint, ReadTask
 from pdcore.connector.nixl.reader import PeerReader, ReadResult
 from pdcore.connector.nixl.serving import ServingAgent
-from pdcore.connector.nixl.stats import TransferStats
+from pdcore.connector.stats import TransferStats
 from pdcore.errors import ConfigError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
 
@@ -61,6 +62,7 @@ class NixlWorkerConnector(WorkerConnector):
         self._results: queue.SimpleQueue[ReadResult] = queue.SimpleQueue()
         self._unknown: list[LoadFailure] = []
         self._stats: deque[TransferStats] = deque(maxlen=_MAX_NUM_MEASURED)
+        self._doorbell: Doorbell | None = None
 
     def register_kv_caches(self, caches: KVCaches) -> None:
         """Take the KV memory and open it to peers.
@@ -104,6 +106,7 @@ class NixlWorkerConnector(WorkerConnector):
         """Pass the step's orders on to the readers; returns at once."""
         if meta is None:
             return
+        self._doorbell = meta.doorbell
         for task in meta.reads:
             self._start_read(task)
         for transfer in meta.cancels:
@@ -120,16 +123,20 @@ class NixlWorkerConnector(WorkerConnector):
 
     def get_finished(self) -> TransferReport:
         finished: list[TransferKey] = []
+        measured: list[TransferStats] = []
         failed, self._unknown = self._unknown, []
         while not self._results.empty():
             result = self._results.get()
             self._owners.pop(result.task.transfer, None)
             if result.stats is not None:
-                self._stats.append(result.stats)
+                measured.append(result.stats)
                 finished.append(result.task.transfer)
             else:
                 failed.append(_as_failure(result.task, result.cause))
-        return TransferReport(finished_recving=tuple(finished), failed=tuple(failed))
+        self._stats.extend(measured)
+        return TransferReport(
+            finished_recving=tuple(finished), failed=tuple(failed), measured=tuple(measured)
+        )
 
     def take_transfer_stats(self) -> tuple[TransferStats, ...]:
         """Return the measurements of reads that were reported since the last call, the newest
@@ -155,7 +162,7 @@ class NixlWorkerConnector(WorkerConnector):
             reader = self._reader_for(task.peer)
         except Exception as error:
             cause = f"no reader for {task.peer.name}: {error!r}"
-            self._results.put(ReadResult(task=task, cause=cause))
+            self._read_ended(ReadResult(task=task, cause=cause))
             return
         self._owners[task.transfer] = reader
         reader.submit(task)
@@ -174,10 +181,16 @@ class NixlWorkerConnector(WorkerConnector):
             clock=self._clock,
             stall_timeout_s=self._config.stall_timeout_s,
             idle_timeout_s=self._config.idle_peer_timeout_s,
-            report=self._results.put,
+            report=self._read_ended,
         )
         self._readers[peer.peer_id] = reader
         return reader
+
+    def _read_ended(self, result: ReadResult) -> None:
+        """Keep a result for the next report, and say that there is one. On a reader's thread."""
+        self._results.put(result)
+        if self._doorbell is not None:
+            ring(self._doorbell, 0.0)
 
     def _retire_readers(self) -> None:
         """Let go of readers that have nothing to do and closed their agent: peers come and go."""

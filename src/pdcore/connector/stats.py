@@ -1,0 +1,116 @@
+"""What a connector counts and measures, on both sides of a hand-over."""
+
+from __future__ import annotations
+
+import attrs
+
+from pdcore.messages import TransferKey
+
+__all__ = ["ConnectorStats", "LoadCounts", "TicketCounts", "TransferStats"]
+
+
+@attrs.frozen(kw_only=True)
+class TransferStats:
+    """One finished read, as the worker saw it. Times are seconds on the monotonic clock.
+
+    Args:
+        transfer: which load.
+        peer: whom it was read from, for people.
+        num_bytes, num_blocks: how much was moved.
+        num_descriptors: in how many pieces, after neighbours were merged.
+        queued_at: when the worker heard of it.
+        started_at: when the read was posted.
+        ended_at: when all data was there.
+        accept_s: how long the peer took to vouch for it, or to refuse; None where nobody asked.
+    """
+
+    transfer: TransferKey
+    peer: str
+    num_bytes: int
+    num_blocks: int
+    num_descriptors: int
+    queued_at: float
+    started_at: float
+    ended_at: float
+    accept_s: float | None = None
+
+    @property
+    def queue_s(self) -> float:
+        return self.started_at - self.queued_at
+
+    @property
+    def wire_s(self) -> float:
+        return self.ended_at - self.started_at
+
+    @property
+    def num_bytes_per_s(self) -> float:
+        return self.num_bytes / self.wire_s if self.wire_s > 0 else 0.0
+
+
+@attrs.frozen(kw_only=True)
+class TicketCounts:
+    """What became of an engine's hand-overs, and of its peers' messages about them.
+
+    Each ticket that ended is in one of ``num_accepted``, ``num_released`` and ``num_expired``.
+
+    Args:
+        num_granted: tickets issued.
+        num_accepted: those that a peer read and got a yes for.
+        num_released: those given back unread.
+        num_expired: those whose lease ran out.
+        num_rejected: noes to peers that asked whether their data is good.
+        num_late: renewals and returns of tickets that had expired, or were never known.
+        num_duplicate: messages that said once more what had been done; they change nothing.
+    """
+
+    num_granted: int = 0
+    num_accepted: int = 0
+    num_released: int = 0
+    num_expired: int = 0
+    num_rejected: int = 0
+    num_late: int = 0
+    num_duplicate: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class LoadCounts:
+    """What became of the loads that an engine began.
+
+    Each load that ended is in one of ``num_finished``, ``num_failed`` and ``num_cancelled``.
+
+    Args:
+        num_started: loads begun; a load whose plan was taken back does not count.
+        num_finished: those that arrived and were vouched for.
+        num_failed: those that were not.
+        num_cancelled: those that nobody wanted any more when they ended.
+        num_rejected: failed ones that arrived, and that the peer did not vouch for.
+        num_expired: tickets that the peer no longer honoured, or could not be asked to, before they
+            were used.
+        num_late: workers' reports about loads that nobody waits for.
+        num_duplicate: workers' reports about loads that were reported before.
+    """
+
+    num_started: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_cancelled: int = 0
+    num_rejected: int = 0
+    num_expired: int = 0
+    num_late: int = 0
+    num_duplicate: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorStats:
+    """A snapshot of a connector's scheduler half; counters since it was made.
+
+    Args:
+        tickets: what it handed over. All zero on an engine that only decodes.
+        loads: what it loaded. All zero on an engine that only prefills.
+        transfers: the newest thousand reads, in the order in which they ended. Empty for connectors
+            that measure nothing.
+    """
+
+    tickets: TicketCounts = TicketCounts()
+    loads: LoadCounts = LoadCounts()
+    transfers: tuple[TransferStats, ...] = ()
