@@ -26,6 +26,16 @@ test: $(READY)  ## the whole test suite
 soak: $(READY)  ## the property tests again, with many more examples each
 	@$(RUN) -m pytest --hypothesis-profile=soak --timeout=7200 -m "not model and not nixl" $(ARGS)
 
+# make chaos SEED=7 REQUESTS=200; a soak: make chaos MINUTES=20
+SEED ?=
+REQUESTS ?= 1000
+
+.PHONY: chaos
+chaos: MINUTES = 0
+chaos: $(READY)  ## PD over NIXL under an adversary: SEED=, REQUESTS=, MINUTES= for a soak
+	@$(RUN) tests/chaos/run_chaos.py $(if $(SEED),--seed $(SEED)) --requests $(REQUESTS) \
+	  --minutes $(MINUTES) $(ARGS)
+
 # make equivalence PEER_PYTHON=/path/to/python MINUTES=10
 PEER_PYTHON ?=
 MINUTES ?= 2
