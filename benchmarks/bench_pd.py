@@ -1,0 +1,109 @@
+"""Prefill and decode in two processes, KV over NIXL: what a client sees, and what idling costs.
+
+pdcore's pair is the demo's engines behind pipes; vLLM's is `vllm serve` twice with its
+NixlConnector, asked directly over HTTP. Each engine has one thread. The pair that is not on turn is
+stopped. Set-up of the peer: NIXL's packages in a folder that ``--peer-path`` names, beside vLLM's
+interpreter; ``--hf-model`` needs the tokenizer's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench_generate import DTYPES, VLLM_SETTINGS, find_gguf, find_preloads, running
+from measuring import CONTENDERS, Case, Contender, Report, measure, parser, progress
+
+WORKLOADS = {
+    "128 in, 64 out, one at a time": {
+        "count": 8,
+        "prompt": 128,
+        "num_tokens": 64,
+        "at_once": False,
+    },
+    "32 x 128 in, 64 out, at once": {
+        "count": 32,
+        "prompt": 128,
+        "num_tokens": 64,
+        "at_once": True,
+    },
+}
+
+
+class Pair(Contender):
+    """A contender that stands still, with all its processes, while the other has its turn."""
+
+    def ask(self, task: str, **settings: Any) -> dict[str, float]:
+        """Wake them, run a task, and stop them again."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+        figures = super().ask(task, **settings)
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        return figures
+
+    def close(self) -> None:
+        """End them."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+        super().close()
+
+
+def start_pairs(options: argparse.Namespace) -> Iterator[Pair]:
+    """Both pairs; the peer's only where its interpreter is given."""
+
+    def command(python: str, script: str, model: Path, *more: str) -> list[str]:
+        return [python, str(CONTENDERS / script), str(model), f"--dtype={options.dtype}", *more]
+
+    yield Pair("pdcore", command(sys.executable, "pd_pdcore.py", find_gguf(), "--threads=1"))
+    if options.peer_python:
+        settings = {**VLLM_SETTINGS, "PYTHONPATH": options.peer_path}
+        del settings["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        settings["LD_PRELOAD"] = find_preloads(options.peer_python)
+        yield Pair("vLLM", command(options.peer_python, "pd_vllm.py", options.hf_model), **settings)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    options = parser(__doc__)
+    options.add_argument("--dtype", choices=DTYPES, default="float32")
+    options.add_argument(
+        "--peer-path", default="", help="a folder with NIXL for vLLM's interpreter"
+    )
+    options.add_argument(
+        "--hf-model", type=Path, help="the folder that vLLM reads, tokenizer and all"
+    )
+    options.add_argument("--idle", type=float, default=10.0, help="seconds to watch idle engines")
+    arguments = options.parse_args()
+    if arguments.peer_python and not arguments.hf_model:
+        options.error("--peer-python needs --hf-model")
+    return arguments
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    options = parse()
+    settings = {name: getattr(options, name) for name in ("repeats", "seed", "dtype", "idle")}
+    report = Report("bench_pd: prefill and decode in two processes, KV over NIXL", settings)
+    idling = Report("the same: engines without work", settings)
+    report.print_head()
+    cases = [
+        Case(label=label, task="complete", settings={**sizes, "seed": options.seed})
+        for label, sizes in WORKLOADS.items()
+    ]
+    idle = Case(label="no requests", task="idle", settings={"seconds": options.idle})
+    with running(start_pairs(options)) as pairs:
+        measure(report, cases, pairs, options.repeats, show=progress)
+        measure(idling, [idle], pairs, options.repeats, show=progress)
+    report.print_table("first", "ms")
+    report.print_table("per_token", "ms")
+    report.print_table("token_rate", "tokens/s")
+    idling.print_table("prefill", "% of a core")
+    idling.print_table("decode", "% of a core")
+    report.save(options.json)
+
+
+if __name__ == "__main__":
+    main()
