@@ -92,6 +92,27 @@ def test_c9_blocks_read_after_their_lease_are_never_used(moment: str, on_load_fa
     pair.assert_idle()
 
 
+@pytest.mark.parametrize("moment", ["when it is added", "when it is accepted"])
+def test_c9_the_clock_decides_and_not_the_prefill_engines_steps(moment: str) -> None:
+    """P made no step since, and its blocks are as they were: a lease that ended has ended."""
+    pair = Pair(faults=LoopbackFaults(delay_polls=1))
+    params = pair.hand_over("a", prompt_of(3))
+    if moment == "when it is added":
+        pair.clock.advance(LEASE_S)
+    pair.decode.add("a", prompt_of(3), kv_transfer_params=params)
+    pair.turn(pair.decode)
+    if moment == "when it is accepted":
+        # The load lands with this step, before anybody could renew.
+        output = pair.decode.schedule()
+        pair.clock.advance(LEASE_S)
+        pair.decode.execute(output)
+        pair.decode.land()
+    pair.run()
+    assert pair.decode.end("a").num_external_tokens == 0
+    pair.decode.assert_as_if_alone()
+    pair.assert_idle()
+
+
 @given(hangs=st.lists(st.sampled_from([0.0, 1.0, 14.0, 29.0, 31.0]), max_size=8), data=st.data())
 def test_c9_however_the_decode_engine_hangs_no_token_is_wrong(
     hangs: list[float], data: st.DataObject
@@ -120,8 +141,10 @@ def busy_prefill(**options: Any) -> tuple[Pair, dict[str, Any]]:
     pair = Pair(prefill={"num_usable_blocks": 12, "enable_prefix_caching": False}, **options)
     params = pair.hand_over("a", prompt_of(10))
     pair.prefill.add("b", prompt_of(8, seed=1), max_tokens=1)
-    pair.turn(pair.prefill)
+    for _ in range(2):
+        pair.turn(pair.prefill)
     assert pair.prefill.scheduler.explain("b").code is SkipCode.NO_BLOCKS
+    assert not pair.prefill.scheduler.has_work()
     return pair, params
 
 

@@ -28,6 +28,7 @@ from pdcore.request import FinishReason, Request, RequestStatus
 from pdcore.scheduler import Priority, SkipCode
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
+HAND_OVER = {"do_remote_decode": True}
 NEVER = LoopbackFaults(lose=True, late_write=True)
 
 
@@ -263,6 +264,7 @@ def test_c5_the_end_of_a_hand_over_counts_once(num_reports: int) -> None:
         engine.add("a", prompt_of(3), max_tokens=1)
         engine.step()
         assert engine.scheduler.stats().num_held_for_peers == 1
+        assert engine.scheduler.has_requests()
         for num_times in repeats:
             connector.side.report(sent=["send-a"] * num_times)
             engine.step()
@@ -327,6 +329,50 @@ def test_c7_an_urgent_newcomer_does_not_lock_in_what_has_landed() -> None:
         order += [name for name in decode.dispatch() if name not in order]
         decode.land()
     assert order == ["b", "urgent"]
+    decode.assert_as_if_alone()
+    pair.run()
+    pair.assert_idle()
+
+
+def two_loads_that_lack_a_block(num_usable_blocks: int, **request: Any) -> Pair:
+    """X runs; the loads of A and B bring three of the four blocks that each computes in."""
+    pair = Pair(
+        faults=LoopbackFaults(delay_polls=30), decode={"num_usable_blocks": num_usable_blocks}
+    )
+    params = [pair.hand_over(name, prompt_of(3, more=1, seed=ord(name))) for name in "ab"]
+    pair.decode.add("x", 8, **request)
+    pair.turn(pair.decode)
+    for name, ticket in zip("ab", params, strict=True):
+        prompt = prompt_of(3, more=1, seed=ord(name))
+        pair.decode.add(name, prompt, kv_transfer_params=ticket)
+    pair.turn(pair.decode)
+    assert pair.decode.scheduler.status("a") is LOADING
+    return pair
+
+
+def test_c7_no_load_takes_the_block_that_another_will_need() -> None:
+    """Four blocks are left and B needs them all, but one of them is for A's last token."""
+    pair = two_loads_that_lack_a_block(8, max_tokens=6)
+    skip = pair.decode.scheduler.explain("b")
+    assert (skip.code, skip.needed, skip.available) == (SkipCode.NO_BLOCKS, 4, 3)
+    pair.run()
+    pair.decode.assert_as_if_alone()
+    pair.assert_idle()
+
+
+def test_c7_loads_locked_in_by_blocks_that_are_kept_for_a_peer_give_way() -> None:
+    """X grew into their last blocks and is kept for its reader: B is rolled back, A goes on."""
+    pair = two_loads_that_lack_a_block(9, max_tokens=28, kv_transfer_params=HAND_OVER)
+    decode, began = pair.decode, pair.clock.now()
+    assert decode.scheduler.status("b") is LOADING
+    while not (decode.ends["a"] and decode.ends["b"]):
+        pair.turn(decode)
+        if not decode.tokens["a"]:
+            assert decode.scheduler.stats().num_running <= 1
+    # Nobody waited for the lease on X's blocks.
+    assert pair.clock.now() == began
+    assert decode.scheduler.stats().num_held_for_peers == 1
+    assert pair.connectors["decode"].calls["update_state_after_alloc", "b"] == 1
     decode.assert_as_if_alone()
     pair.run()
     pair.assert_idle()
@@ -555,7 +601,7 @@ def test_c22_loads_that_are_done_at_once_work_with_steps_in_flight(
 
 @pytest.mark.parametrize("num_broken", [1, 2, 1000])
 def test_c22_a_load_at_once_that_breaks_its_step_is_not_tried_for_ever(num_broken: int) -> None:
-    """The step is taken back, the request is computed, and the other one loses one step."""
+    """The step is taken back, its ticket is spent, and the other one loses one step."""
     pair, engine = synchronous_pair(num_broken)
     engine.add("other", 20, max_tokens=9)
     engine.step()
@@ -660,14 +706,17 @@ class Troubled(KVConnector):
     def worker_side(self, rank: int = 0) -> WorkerConnector:
         return self._with_trouble(self._inner.worker_side(rank))
 
+    def _concerns(self, args: tuple[Any, ...]) -> bool:
+        request = args[0] if args else None
+        return not isinstance(request, Request) or request.kv_transfer_params is not None
+
     def _with_trouble(self, half: Any) -> Any:
         original = getattr(half, self._method, None)
         if original is None:
             return half
 
         def troubled(*args: Any, **kwargs: Any) -> Any:
-            is_local = isinstance(args[0] if args else None, Request)
-            if is_local and args[0].kv_transfer_params is None:
+            if not self._concerns(args):
                 return original(*args, **kwargs)
             self._num_calls += 1
             if self._when(self._num_calls - 1):
@@ -755,6 +804,42 @@ def test_c28_a_transport_that_raises_costs_its_own_requests_alone(method: str, c
         else:
             assert "transport is gone" in str(end.cause)
     engine.scheduler.check()
+
+
+class BreaksOnOrders(Troubled):
+    """Its worker raises whenever it is to begin a load."""
+
+    def __init__(self, inner: KVConnector) -> None:
+        super().__init__(inner, "start_load_kv", lambda n: True)
+
+    def _concerns(self, args: tuple[Any, ...]) -> bool:
+        return bool(args[0].loads)
+
+
+@pytest.mark.parametrize("on_load_failure", ["recompute", "fail"])
+def test_c28_a_load_that_breaks_each_step_that_begins_it_costs_two_steps(
+    on_load_failure: str,
+) -> None:
+    """A step may fail by chance; a load that takes down a second one is given up."""
+    pair = Pair()
+    loopback = LoopbackConnector(pair.fabric, engine_id="d", block_size=BLOCK_SIZE)
+    engine = Engine(
+        connector=BreaksOnOrders(loopback), clock=pair.clock, on_load_failure=on_load_failure
+    )
+    engine.add("local", 20, max_tokens=9)
+    engine.step()
+    params = pair.hand_over("a", prompt_of(3))
+    engine.add("a", prompt_of(3), kv_transfer_params=params)
+    assert run_through_failures(engine) == 2
+    assert engine.scheduler.stats().num_failed_loads == 1
+    engine.assert_as_if_alone("local")
+    if on_load_failure == "recompute":
+        engine.assert_as_if_alone("a")
+    else:
+        assert "2 steps that were to begin it failed" in str(engine.end("a").cause)
+    engine.assert_idle()
+    pair.run()
+    pair.assert_idle()
 
 
 @pytest.mark.usefixtures("quiet_log")

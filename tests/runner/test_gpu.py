@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -318,6 +319,21 @@ def test_half_precision_stays_near_float32(
         logits.append(driver.runner.logits)
     scale = logits[0].std()
     assert (logits[1] - logits[0]).abs().max() < 0.15 * scale
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_huge_pages_are_asked_for_unless_declined(
+    make_runner: MakeRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str | None,
+    after: str,
+) -> None:
+    """On a CPU torch is told to use huge pages; what the user has set stands."""
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if before is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", before)
+    make_runner()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == after
 
 
 def test_memory_given_is_memory_used(make_runner: MakeRunner) -> None:

@@ -17,6 +17,7 @@ from pdcore.connector.base import (
     SchedulerConnector,
     WorkerConnector,
 )
+from pdcore.connector.layout import KVLayout
 from pdcore.connector.null import NullConnector
 from pdcore.connector.stats import ConnectorStats, LoadCounts, TicketCounts, TransferStats
 
@@ -28,6 +29,7 @@ __all__ = [
     "HandOver",
     "KVCaches",
     "KVConnector",
+    "KVLayout",
     "KVLoad",
     "LoadCounts",
     "NullConnector",

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.clock import Clock
+from pdcore.connector.layout import KVLayout
 from pdcore.connector.stats import ConnectorStats
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import FinishReason, Request
@@ -250,11 +251,14 @@ class KVCaches:
         bytes_per_block: size of one block.
         fingerprint: describes model, dtype and layout; two caches with equal fingerprints can
             exchange blocks as bytes.
+        layout: what the bytes mean, for connectors that exchange KV between engines of unequal
+            shapes; None keeps to equal ones.
     """
 
     buffer: Any
     bytes_per_block: int
     fingerprint: str
+    layout: KVLayout | None = None
 
     @property
     def num_blocks(self) -> int:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pdcore.connector.base import KVCaches, WorkerConnector
+from pdcore.connector.layout import KVLayout
 from pdcore.errors import ConfigError, ExecutorError
-from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
+from pdcore.kvcache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from pdcore.messages import (
     GrammarBitmask,
     ModelRunnerOutput,
@@ -41,6 +42,9 @@ _NOTHING = np.zeros(0, np.int32)
 
 class GPUModelRunner(ModelRunner):
     """Runs a Llama-family model over paged KV memory. One thread calls it, in step order.
+
+    On a CPU it sets ``THP_MEM_ALLOC_ENABLE``, unless the process has it, so that torch takes huge
+    pages for large tensors. Torch heeds it only if it has allocated nothing before.
 
     Args:
         model_path: a Hugging Face folder with safetensors, or a GGUF file.
@@ -87,6 +91,10 @@ class GPUModelRunner(ModelRunner):
         backend = resolve_attention_backend(attention_backend, device=self._device.type)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        if self._device.type == "cpu":
+            # Torch asks for huge pages if this is set when it allocates for the first time. A step
+            # walks through all weights and a wide KV cache, and spends a tenth on finding pages.
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         self._model = load_model(model_path, device=self._device, dtype=_DTYPES[self._dtype_name])
         self._limits = limits
         self._connector = connector
@@ -146,6 +154,7 @@ class GPUModelRunner(ModelRunner):
                     buffer=self._kv_cache,
                     bytes_per_block=self._spec.bytes_per_block,
                     fingerprint=self.fingerprint,
+                    layout=self._layout(),
                 )
             )
 
@@ -157,6 +166,18 @@ class GPUModelRunner(ModelRunner):
             f"{self._model.config.model_type}-{self._model.fingerprint}/{spec.dtype}/"
             f"layers{spec.num_layers}-heads{spec.num_kv_heads}x{spec.head_dim}-block{spec.block_size}-"
             f"{ROTARY_LAYOUT}"
+        )
+
+    def _layout(self) -> KVLayout:
+        spec = self._spec
+        return KVLayout(
+            model=f"{self._model.config.model_type}-{self._model.fingerprint}/{ROTARY_LAYOUT}",
+            dtype=spec.dtype,
+            element_size=DTYPE_BYTES[spec.dtype],
+            num_layers=spec.num_layers,
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
         )
 
     @torch.inference_mode()
@@ -211,12 +232,14 @@ class GPUModelRunner(ModelRunner):
             return
         self._attention.plan(step.attention)
         hidden = self._model.forward(
-            step.token_ids, step.positions, rotary=self._rotary, attend=self._attend
+            step.token_ids,
+            step.positions,
+            rotary=self._rotary,
+            attend=self._attend,
+            wanted=step.sample_tokens,
         )
         if step.sample_rows.size:
-            self._step_logits = self._model.compute_logits(
-                hidden.index_select(0, step.sample_tokens)
-            )
+            self._step_logits = self._model.compute_logits(hidden)
 
     def _attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         if self._connector is None:

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 
 from pdcore.connector.base import KVCaches, WorkerConnector
+from pdcore.connector.layout import KVLayout
 from pdcore.errors import ConfigError, ExecutorError
 from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
 from pdcore.messages import GrammarBitmask, ModelRunnerOutput, RowError, SchedulerOutput
@@ -125,6 +126,16 @@ class FakeKVRunner(ModelRunner):
             buffer=memory.slots,
             bytes_per_block=memory.slots.itemsize * block_size,
             fingerprint=f"{self._model_name}-uint64-block{block_size}",
+            layout=KVLayout(
+                model=self._model_name,
+                dtype="uint64",
+                element_size=memory.slots.itemsize,
+                num_layers=1,
+                num_components=1,
+                block_size=block_size,
+                num_kv_heads=1,
+                head_dim=1,
+            ),
         )
         rows = FakeRows(num_blocks=config.num_blocks, block_size=block_size)
         self._state = _State(rows, memory, caches)

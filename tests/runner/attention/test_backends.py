@@ -21,6 +21,15 @@ from pdcore.runner.attention.torch_backend import TorchAttentionBackend
 HERE = Path(__file__).parent
 
 
+class GatheringBackend(TorchAttentionBackend):
+    """The torch backend as it computes where there are no sparse products."""
+
+    _is_sparse = False
+
+
+TORCH_BACKENDS = [TorchAttentionBackend, GatheringBackend]
+
+
 def _shape(**changes: object) -> AttentionShape:
     settings = {
         "num_heads": 4,
@@ -34,6 +43,7 @@ def _shape(**changes: object) -> AttentionShape:
     return AttentionShape(**{**settings, **changes})
 
 
+@pytest.mark.parametrize("backend", TORCH_BACKENDS)
 @settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -44,6 +54,7 @@ def _shape(**changes: object) -> AttentionShape:
     windows=st.sampled_from([(None,), (5,), (None, 7), (16, 3)]),
 )
 def test_torch_backend_matches_the_definition(
+    backend: type[TorchAttentionBackend],
     seed: int,
     decodes: list[int],
     chunks: list[tuple[int, int]],
@@ -64,19 +75,18 @@ def test_torch_backend_matches_the_definition(
         windows=windows,
     )
     with torch.inference_mode():
-        torch.testing.assert_close(
-            case.run(TorchAttentionBackend), case.expected, rtol=0, atol=2e-5
-        )
+        torch.testing.assert_close(case.run(backend), case.expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("backend", TORCH_BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_torch_backend_runs_half_precision(dtype: str) -> None:
+def test_torch_backend_runs_half_precision(
+    dtype: str, backend: type[TorchAttentionBackend]
+) -> None:
     """In 16-bit types the result is within their rounding."""
-    case = make_case(seed=1, sequences=[(20, 1), (9, 12)], dtype=dtype)
+    case = make_case(seed=1, sequences=[(20, 1), (11, 1), (9, 12)], dtype=dtype)
     with torch.inference_mode():
-        torch.testing.assert_close(
-            case.run(TorchAttentionBackend), case.expected, rtol=0, atol=2e-2
-        )
+        torch.testing.assert_close(case.run(backend), case.expected, rtol=0, atol=2e-2)
 
 
 def test_triton_kernel_matches_the_definition_under_the_interpreter() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from attention_cases import make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcore.runner.attention import AttentionBatch
+from pdcore.runner.attention import AttentionBatch, torch_backend
 from pdcore.runner.attention.decode_groups import group_decodes
 from pdcore.runner.attention.torch_backend import TorchAttentionBackend
 
@@ -126,8 +127,12 @@ def test_a_shared_prefix_changes_no_result(
     torch.testing.assert_close(together, apart, rtol=0, atol=tolerance)
 
 
-def test_many_groups_and_chunks_in_one_step() -> None:
+@pytest.mark.parametrize("max_entries", [1 << 22, 2500])
+def test_many_groups_and_chunks_in_one_step(
+    max_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups that are no neighbours, and chunks behind them, each get their own results."""
+    monkeypatch.setattr(torch_backend, "_MAX_SPARSE_ENTRIES", max_entries)
     sequences = [(600, 1), (3, 1), (590, 1), (5, 1), (300, 1), (0, 9), (20, 6)]
     case = make_case(seed=5, sequences=sequences, block_size=4)
     with torch.inference_mode():

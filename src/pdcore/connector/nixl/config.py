@@ -26,7 +26,8 @@ class NixlConfig:
     """How an engine reaches its peers, and how long it bears with them.
 
     Args:
-        block_size: tokens in a block, as the block pool has it. Peers must have the same.
+        block_size: tokens in a block, as the block pool has it. A peer's must be the same, or one
+            a multiple of the other.
         engine_id: names this engine to its peers; empty lets the connector make one.
         host: where the side channel listens.
         port: its port; 0 takes a free one.
@@ -50,6 +51,8 @@ class NixlConfig:
         stall_timeout_s: with reads from a peer in flight and none ending for so long, the peer is
             cut off and its loads fail. Must be longer than the longest read takes.
         idle_peer_timeout_s: without a read for so long, what was set up for a peer is let go.
+        max_staging_bytes: how much host memory may hold the blocks of one peer of another shape on
+            their way; taken only for such peers.
         doorbell_host: where an engine's scheduler half and its workers listen for each other.
 
     Raises:
@@ -74,12 +77,14 @@ class NixlConfig:
     idle_poll_s: float = 0.05
     stall_timeout_s: float = 30.0
     idle_peer_timeout_s: float = 300.0
+    max_staging_bytes: int = 64 << 20
     doorbell_host: str = "127.0.0.1"
 
     def __attrs_post_init__(self) -> None:
         for name in ("block_size", "max_params_bytes", "max_num_connections"):
             _check_count(name, getattr(self, name))
-        _check_count("max_connections_per_peer", self.max_connections_per_peer)
+        for name in ("max_connections_per_peer", "max_staging_bytes"):
+            _check_count(name, getattr(self, name))
         for name in ("lease_s", "request_timeout_s", "load_poll_s", "busy_poll_s"):
             _check_seconds(name, getattr(self, name))
         for name in ("idle_poll_s", "stall_timeout_s", "idle_peer_timeout_s"):

@@ -7,6 +7,7 @@ import logging
 from typing import TypeVar
 
 from pdcore.connector.nixl.client import PeerClient
+from pdcore.connector.nixl.compatibility import must_reshape
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.meta import PeerInfo, RankEndpoint
@@ -89,8 +90,12 @@ class PeerLink:
 
     async def _shake_hands(self) -> PeerInfo:
         description = await self._ask(Describe(), Description)
-        self._check(description)
-        return PeerInfo(peer_id=self._peer_id, name=self.where, ranks=description.ranks)
+        return PeerInfo(
+            peer_id=self._peer_id,
+            name=self.where,
+            ranks=description.ranks,
+            block_size=description.block_size if self._must_reshape(description) else 0,
+        )
 
     def _handshake_ended(self, handshake: asyncio.Task[PeerInfo]) -> None:
         self._handshake = None
@@ -140,23 +145,11 @@ class PeerLink:
             raise PeerLost(f"{self.where} answered with a {type(reply).__name__}")
         return reply
 
-    def _check(self, theirs: Description) -> None:
-        """Refuse a peer whose blocks are not, byte for byte, what this engine's blocks are."""
-        _must_equal("block sizes", self.where, theirs.block_size, self._config.block_size)
-        _must_equal("numbers of ranks", self.where, len(theirs.ranks), len(self._endpoints))
-        for their, our in zip(theirs.ranks, self._endpoints, strict=True):
-            _must_equal("KV caches", self.where, their.fingerprint, our.fingerprint)
-            _must_equal(
-                "bytes in a block",
-                self.where,
-                their.region.bytes_per_block,
-                our.region.bytes_per_block,
-            )
-
-
-def _must_equal(what: str, where: str, theirs: object, ours: object) -> None:
-    if theirs != ours:
-        raise HandshakeRefused(
-            f"{where} and this engine have different {what}: {theirs!r} there, {ours!r} here. "
-            "Run both with the same model, dtype, block size and number of ranks"
+    def _must_reshape(self, theirs: Description) -> bool:
+        return must_reshape(
+            self.where,
+            theirs=theirs.ranks,
+            ours=self._endpoints,
+            their_block_size=theirs.block_size,
+            our_block_size=self._config.block_size,
         )

@@ -6,6 +6,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.connector.layout import KVLayout
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.messages import TransferKey
 
@@ -20,11 +21,13 @@ class RankEndpoint:
         agent_metadata: what NIXL's agent says of itself.
         region: its KV memory.
         fingerprint: model, dtype and layout, as the runner describes them.
+        layout: what its bytes mean, or None if the runner does not say.
     """
 
     agent_metadata: bytes = attrs.field(repr=False)
     region: MemoryRegion
     fingerprint: str
+    layout: KVLayout | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -47,22 +50,33 @@ class PeerInfo:
         peer_id: engine and epoch; a restarted engine has another one.
         name: what to call it in messages to people.
         ranks: its memory, by rank.
+        block_size: tokens in one of its blocks; 0 where they are like this engine's.
     """
 
     peer_id: str
     name: str
     ranks: tuple[RankEndpoint, ...]
+    block_size: int = 0
+
+    @property
+    def must_reshape(self) -> bool:
+        """Whether its blocks or ranks are of another size, so that KV is rearranged."""
+        return self.block_size > 0
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class ReadTask:
     """One load for the workers: the i-th remote block goes into the i-th local one.
 
+    If the peer is of another shape, the blocks are those from token ``num_local_tokens`` on, each
+    side's in its own block size, and the numbers of tokens say what goes where.
+
     Args:
         transfer: names the load.
         peer: whom to read from.
         local_block_ids, remote_block_ids: int32, of equal length, in order of position.
         num_local_tokens: how many tokens are good if the read fails.
+        num_external_tokens: how many tokens after them the load brings.
     """
 
     transfer: TransferKey
@@ -70,6 +84,7 @@ class ReadTask:
     local_block_ids: npt.NDArray[np.int32]
     remote_block_ids: npt.NDArray[np.int32]
     num_local_tokens: int
+    num_external_tokens: int = 0
 
 
 @attrs.frozen(kw_only=True)

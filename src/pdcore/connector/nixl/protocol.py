@@ -19,6 +19,7 @@ from typing import Any
 
 import attrs
 
+from pdcore.connector.layout import KVLayout
 from pdcore.connector.nixl import checked
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import RankEndpoint
@@ -241,6 +242,7 @@ def _as_json(value: Any) -> Any:
         return {
             "agent_metadata": base64.b64encode(value.agent_metadata).decode(),
             "fingerprint": value.fingerprint,
+            "layout": None if value.layout is None else attrs.asdict(value.layout),
             **attrs.asdict(value.region),
         }
     raise TypeError(f"{type(value).__name__} has no JSON form")
@@ -271,4 +273,36 @@ def _endpoint_from_json(data: Any) -> RankEndpoint:
     except binascii.Error:
         raise ValueError("a rank's agent metadata is not base64") from None
     region = MemoryRegion(mem_type=data["mem_type"], **{k: data[k] for k in _REGION_BOUNDS})
-    return RankEndpoint(agent_metadata=agent_metadata, region=region, fingerprint=fingerprint)
+    return RankEndpoint(
+        agent_metadata=agent_metadata,
+        region=region,
+        fingerprint=fingerprint,
+        layout=_layout_from_json(data.get("layout")),
+    )
+
+
+_LAYOUT_BOUNDS = {
+    "element_size": 64,
+    "num_layers": 1 << 16,
+    "num_components": 16,
+    "block_size": 1 << 20,
+    "num_kv_heads": 1 << 16,
+    "head_dim": 1 << 20,
+    "tp_rank": _MAX_NUM_RANKS,
+    "tp_size": _MAX_NUM_RANKS,
+}
+
+
+def _layout_from_json(data: Any) -> KVLayout | None:
+    if data is None:
+        return None
+    if not isinstance(data, dict) or data.keys() != attrs.fields_dict(KVLayout).keys():
+        raise ValueError("a rank's layout does not have the fields of a layout")
+    for name, high in _LAYOUT_BOUNDS.items():
+        if type(data[name]) is not int or not 0 <= data[name] <= high:
+            raise ValueError(f"a rank's layout has a {name} that is not an integer in 0..{high}")
+    for name in ("model", "dtype"):
+        value = data[name]
+        if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_TEXT:
+            raise ValueError(f"a rank's layout has a {name} that is not a short plain string")
+    return KVLayout(**data)

@@ -81,9 +81,9 @@ class Pull:
         usable = min(self.params.num_tokens, self.request.num_prompt_tokens - 1)
         return max(0, usable - num_local_tokens)
 
-    def check(self, load: KVLoad) -> None:
-        """Raise `TransferError` if the ticket cannot fill the blocks of a load."""
-        block_size = self.params.block_size
+    def check(self, load: KVLoad, *, block_size: int) -> None:
+        """Raise `TransferError` if the ticket cannot fill the blocks of a load, which have
+        ``block_size`` tokens."""
         end = load.num_local_tokens + load.num_external_tokens
         num_blocks = -(-end // block_size) - load.num_local_tokens // block_size
         is_aligned = load.num_local_tokens % block_size == 0
@@ -102,6 +102,8 @@ class Pull:
         load, params = self.load, self.params
         assert load is not None
         assert self.peer is not None
+        if self.peer.must_reshape:
+            return self._reshaping_task(load, self.peer)
         first = load.num_local_tokens // params.block_size
         end = -(-(load.num_local_tokens + load.num_external_tokens) // params.block_size)
         local_ids = np.array(load.block_ids[: end - first], dtype=np.int32)
@@ -113,4 +115,17 @@ class Pull:
             local_block_ids=local_ids[exists],
             remote_block_ids=remote_ids[exists],
             num_local_tokens=load.num_local_tokens,
+        )
+
+    def _reshaping_task(self, load: KVLoad, peer: PeerInfo) -> ReadTask:
+        block_size = self.params.block_size
+        end = load.num_local_tokens + load.num_external_tokens
+        blocks = self.params.block_ids[load.num_local_tokens // block_size : -(-end // block_size)]
+        return ReadTask(
+            transfer=load.transfer,
+            peer=peer,
+            local_block_ids=np.array(load.block_ids, dtype=np.int32),
+            remote_block_ids=np.array(blocks, dtype=np.int32),
+            num_local_tokens=load.num_local_tokens,
+            num_external_tokens=load.num_external_tokens,
         )

@@ -119,7 +119,7 @@ class PullDesk:
             raise TransferError(
                 f"request {load.request.request_id!r} has no ticket that could be loaded"
             )
-        pull.check(load)
+        pull.check(load, block_size=self._config.block_size)
         pull.load = load
         pull.is_cancelled = False
         pull.num_attempts += 1
@@ -405,6 +405,15 @@ class PullDesk:
 
     def _queue_read(self, pull: Pull) -> None:
         assert pull.transfer is not None
+        assert pull.peer is not None
+        block_size = pull.peer.block_size or self._config.block_size
+        if pull.params.block_size != block_size:
+            pull.trouble = (
+                f"the ticket counts in blocks of {pull.params.block_size} tokens, but "
+                f"{pull.peer.name} has blocks of {block_size}"
+            )
+            self._fail(pull, pull.trouble)
+            return
         pull.state = PullState.POSTED
         self._orders.read(pull.transfer, pull)
         self._notify()

@@ -15,7 +15,9 @@ from pdcore.connector.nixl.doorbell import ring
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import Doorbell, NixlMeta, PeerInfo, RankEndpoint, ReadTask
 from pdcore.connector.nixl.reader import PeerReader, ReadResult
+from pdcore.connector.nixl.reshaping_reader import ReshapingReader
 from pdcore.connector.nixl.serving import ServingAgent
+from pdcore.connector.nixl.staging import as_heads
 from pdcore.connector.stats import TransferStats
 from pdcore.errors import ConfigError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
@@ -46,7 +48,8 @@ class NixlWorkerConnector(WorkerConnector):
 
     Args:
         config: the connector's settings.
-        rank: which rank this is; it reads from the same rank of a peer.
+        rank: which rank this is; it reads from the same rank of a peer, or from those that have
+            its heads if the peer has another number of ranks.
         clock: for measurements and limits.
     """
 
@@ -57,8 +60,8 @@ class NixlWorkerConnector(WorkerConnector):
         self._region: MemoryRegion | None = None
         self._caches: KVCaches | None = None
         self._serving: ServingAgent | None = None
-        self._readers: dict[str, PeerReader] = {}
-        self._owners: dict[TransferKey, PeerReader] = {}
+        self._readers: dict[str, PeerReader | ReshapingReader] = {}
+        self._owners: dict[TransferKey, PeerReader | ReshapingReader] = {}
         self._results: queue.SimpleQueue[ReadResult] = queue.SimpleQueue()
         self._unknown: list[LoadFailure] = []
         self._stats: deque[TransferStats] = deque(maxlen=_MAX_NUM_MEASURED)
@@ -68,8 +71,8 @@ class NixlWorkerConnector(WorkerConnector):
         """Take the KV memory and open it to peers.
 
         Raises:
-            ConfigError: the buffer is not contiguous, the fingerprint is not a line of text, or
-                memory was registered before.
+            ConfigError: the buffer is not contiguous, the fingerprint is not a line of text, the
+                layout is not that of the blocks, or memory was registered before.
             MissingExtra: NIXL is not installed.
         """
         if self._serving is not None:
@@ -81,6 +84,7 @@ class NixlWorkerConnector(WorkerConnector):
                 "the KV cache's fingerprint must be one line of at most "
                 f"{_MAX_FINGERPRINT} characters"
             )
+        self._check_layout(caches)
         self._region = MemoryRegion.of(caches)
         self._caches = caches
         self._serving = ServingAgent(
@@ -99,6 +103,7 @@ class NixlWorkerConnector(WorkerConnector):
             agent_metadata=self._serving.metadata,
             region=self._region,
             fingerprint=self._caches.fingerprint,
+            layout=self._caches.layout,
         )
         return WorkerHandshake(endpoint=endpoint, doorbell=self._serving.doorbell)
 
@@ -167,24 +172,53 @@ class NixlWorkerConnector(WorkerConnector):
         self._owners[task.transfer] = reader
         reader.submit(task)
 
-    def _reader_for(self, peer: PeerInfo) -> PeerReader:
+    def _reader_for(self, peer: PeerInfo) -> PeerReader | ReshapingReader:
         reader = self._readers.get(peer.peer_id)
         if reader is not None:
             return reader
         if self._region is None:
             raise ConfigError("no KV memory is registered: call register_kv_caches first")
         self._retire_readers()
-        reader = PeerReader(
-            self._region,
+        if peer.must_reshape:
+            reader = self._reshaping_reader(peer)
+        else:
+            reader = PeerReader(
+                self._region,
+                peer,
+                rank=self._rank,
+                clock=self._clock,
+                stall_timeout_s=self._config.stall_timeout_s,
+                idle_timeout_s=self._config.idle_peer_timeout_s,
+                report=self._read_ended,
+            )
+        self._readers[peer.peer_id] = reader
+        return reader
+
+    def _reshaping_reader(self, peer: PeerInfo) -> ReshapingReader:
+        if self._caches is None or self._caches.layout is None:
+            raise ConfigError("this rank's KVCaches have no layout")
+        return ReshapingReader(
+            as_heads(self._caches.buffer, self._caches.layout),
+            self._caches.layout,
             peer,
-            rank=self._rank,
+            max_staging_bytes=self._config.max_staging_bytes,
             clock=self._clock,
             stall_timeout_s=self._config.stall_timeout_s,
             idle_timeout_s=self._config.idle_peer_timeout_s,
             report=self._read_ended,
         )
-        self._readers[peer.peer_id] = reader
-        return reader
+
+    def _check_layout(self, caches: KVCaches) -> None:
+        layout = caches.layout
+        if layout is None:
+            return
+        expected = (layout.bytes_per_block, layout.block_size, layout.tp_rank)
+        if expected != (caches.bytes_per_block, self._config.block_size, self._rank):
+            raise ConfigError(
+                f"rank {self._rank} has blocks of {self._config.block_size} tokens and "
+                f"{caches.bytes_per_block} bytes, but its layout says rank {layout.tp_rank}, "
+                f"{layout.block_size} tokens and {layout.bytes_per_block} bytes"
+            )
 
     def _read_ended(self, result: ReadResult) -> None:
         """Keep a result for the next report, and say that there is one. On a reader's thread."""

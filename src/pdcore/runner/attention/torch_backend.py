@@ -1,8 +1,8 @@
 """Paged attention in plain torch: runs on any device.
 
-A step's decodes are a few calls for all of them: their blocks are gathered into dense keys and
-values, and the query heads that share a KV head are the rows of one small product. Blocks that
-every decode begins with are gathered once, and all queries multiply them together. Chunks run one
+A step's decodes are a few calls for all of them. On a CPU those are sparse products over the pages
+as they lie, and blocks that every decode begins with are gathered once and multiplied by all
+queries together; elsewhere the blocks are gathered into dense keys and values. Chunks run one
 sequence at a time.
 """
 
@@ -24,14 +24,16 @@ from pdcore.runner.attention.base import (
     AttentionSupport,
 )
 from pdcore.runner.attention.decode_groups import DecodeGroup, group_decodes
-from pdcore.runner.attention.decode_products import attend_with_shared, mix_rows, score_rows
+from pdcore.runner.attention.sparse_decode import SparseDecodes, silence_sparse_notice
 
 __all__ = ["TorchAttentionBackend"]
 
 _FLOAT32 = torch.float32
 _MAX_WORKSPACE_BYTES = 12 << 20
-"""What a group of decodes may gather in one layer: about as much as stays in a CPU's cache until it
-is multiplied."""
+"""What a group of decodes may gather in one layer on a CPU: about as much as stays in its cache
+until it is multiplied."""
+_MAX_SPARSE_ENTRIES = 1 << 22
+"""How many (query head, slot) pairs a group may have: 12 bytes each, twice while a layer runs."""
 _NO_LIMIT = 1 << 62
 
 
@@ -45,13 +47,24 @@ class _Decodes:
         rows: their places in the batch; None when they are all of it.
         shared_pages: int64, keys of the blocks that all of them see, then values; or None.
         own_pages: int64, the same for the blocks that each sees alone, flat over (2, n, width).
-        bias: (n, 1, width * block_size), -inf where a slot is not seen and 0 elsewhere.
-        unseen: int64, the places of those slots, flat over (n, width * block_size).
+        how: sparse products, or a dense mask.
     """
 
     rows: Tensor | slice | None
     shared_pages: Tensor | None
     own_pages: Tensor
+    how: SparseDecodes | _Mask
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Mask:
+    """Which of the gathered slots decodes see.
+
+    Args:
+        bias: (n, 1, 1, width * block_size), -inf where a slot is not seen and 0 elsewhere.
+        unseen: int64, the places of those slots, flat over (n, width * block_size).
+    """
+
     bias: Tensor
     unseen: Tensor
 
@@ -75,9 +88,10 @@ class _Chunk:
 
 
 class TorchAttentionBackend(AttentionBackend):
-    """The reference backend, and the CPU's. Cost of a decode: one copy of the KV it reads.
+    """The reference backend, and the CPU's.
 
-    Decodes are computed in float32 on a CPU, in the cache's dtype elsewhere.
+    Decodes are computed in float32 on a CPU, in the cache's dtype elsewhere. Their cost: one copy
+    of the KV they read, which a CPU with a float32 cache is spared.
     """
 
     name: ClassVar[str] = "torch"
@@ -87,19 +101,37 @@ class TorchAttentionBackend(AttentionBackend):
         super().__init__(shape)
         self._workspaces: dict[tuple[torch.dtype, bool], Tensor] = {}
         self._pages_per_block = 2 * shape.num_layers
-        slot_bytes = 2 * shape.num_kv_heads * shape.head_dim * _FLOAT32.itemsize
-        self._max_slots = _MAX_WORKSPACE_BYTES // slot_bytes if shape.device == "cpu" else _NO_LIMIT
+        self._max_slots = self._choose_max_slots()
+        if self._is_sparse:
+            silence_sparse_notice()
+
+    @property
+    def _is_sparse(self) -> bool:
+        # Torch computes sampled products with MKL alone, which builds for other processors lack.
+        has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        return self.shape.device == "cpu" and has_mkl
+
+    @property
+    def _is_in_place(self) -> bool:
+        return self._is_sparse and self.shape.dtype == "float32"
 
     def _bind(self, kv_cache: Tensor) -> None:
         shape = self.shape
         self._device = kv_cache.device
         self._dtype = kv_cache.dtype
-        self._compute_dtype = _FLOAT32 if shape.device == "cpu" else self._dtype
         # Flat views that begin at each layer, so that one set of indices serves all: by page, to
         # read whole blocks, and by slot, to write.
         pages = kv_cache.view(-1, shape.block_size, *kv_cache.shape[-2:])
         self._pages = [pages[2 * layer :] for layer in range(shape.num_layers)]
         self._slots = [pages.flatten(0, 1) for pages in self._pages]
+        # By KV head of a slot, keys and values apart, all views alike in length.
+        heads = kv_cache.view(-1, shape.head_dim)
+        page = shape.block_size * shape.num_kv_heads
+        self._num_columns = heads.shape[0] - (self._pages_per_block - 1) * page
+        self._heads = [
+            heads.narrow(0, place * page, self._num_columns)
+            for place in range(self._pages_per_block)
+        ]
 
     def plan(self, batch: AttentionBatch) -> None:
         block_size = self.shape.block_size
@@ -135,13 +167,36 @@ class TorchAttentionBackend(AttentionBackend):
         if rows is not None:
             tables = tables[rows]
         shared = tables[0, : group.num_shared_blocks] if group.num_shared_blocks else None
-        bias = torch.zeros(group.is_unseen.shape, dtype=self._compute_dtype)
-        bias.masked_fill_(torch.from_numpy(group.is_unseen), -torch.inf)
+        blocks = tables.gather(1, self._to_device(group.own_columns)).to(torch.int64)
         return _Decodes(
             rows=rows,
             shared_pages=None if shared is None else self._pages_of(shared),
-            own_pages=self._pages_of(tables.gather(1, self._to_device(group.own_columns))),
-            bias=bias.to(self._device).unsqueeze(1),
+            own_pages=self._pages_of(blocks),
+            how=self._plan_sparse(blocks, group) if self._is_sparse else self._plan_mask(group),
+        )
+
+    def _plan_sparse(self, blocks: Tensor, group: DecodeGroup) -> SparseDecodes:
+        size, block_size = group.is_unseen.shape, self.shape.block_size
+        if self._is_in_place:
+            first = blocks * (self._pages_per_block * block_size)
+            slots = (first.unsqueeze(-1) + torch.arange(block_size)).view(size)
+            num_columns = self._num_columns
+        else:
+            slots = torch.arange(group.is_unseen.size).view(size)
+            num_columns = group.is_unseen.size * self.shape.num_kv_heads
+        return SparseDecodes.plan(
+            slots,
+            group.is_unseen,
+            num_heads=self.shape.num_heads,
+            num_kv_heads=self.shape.num_kv_heads,
+            num_columns=num_columns,
+        )
+
+    def _plan_mask(self, group: DecodeGroup) -> _Mask:
+        bias = torch.zeros(group.is_unseen.shape, dtype=self._dtype)
+        bias.masked_fill_(torch.from_numpy(group.is_unseen), -torch.inf)
+        return _Mask(
+            bias=bias.to(self._device)[:, None, None],
             unseen=self._to_device(np.flatnonzero(group.is_unseen)),
         )
 
@@ -152,36 +207,54 @@ class TorchAttentionBackend(AttentionBackend):
         return None if group.rows.size == batch_size else slice(first, last + 1)
 
     def _decode(self, layer: int, query: Tensor, plan: _Decodes) -> Tensor:
-        shape, count = self.shape, query.shape[0]
-        num_heads, head_dim = shape.num_kv_heads, shape.head_dim
-        # Head first: what all sequences share is then one product for each head.
-        by_row = query.view(count, num_heads, -1, head_dim)
-        grouped = by_row.transpose(0, 1).to(self._compute_dtype).contiguous()
-        keys, values = self._gather(layer, plan.own_pages, unseen=plan.unseen)
-        keys, values = (part.view(count, -1, num_heads, head_dim) for part in (keys, values))
-        scores = score_rows(grouped, keys, plan.bias, shape.scale)
-        if plan.shared_pages is None:
-            seen = mix_rows(torch.softmax(scores, dim=-1), values)
+        if isinstance(plan.how, _Mask):
+            return self._decode_gathered(layer, query, plan.own_pages, plan.how)
+        if self._is_in_place:
+            keys, values = self._heads[2 * layer : 2 * layer + 2]
         else:
-            shared = self._gather(layer, plan.shared_pages, is_second=True)
-            seen = attend_with_shared(grouped, shared, scores, values, shape.scale)
-        return seen.transpose(0, 1).to(query.dtype).reshape(count, shape.num_heads, head_dim)
+            keys, values = self._gather(layer, plan.own_pages, dtype=_FLOAT32).flatten(1, 2)
+        shared = plan.shared_pages
+        seen = plan.how.attend(
+            query.to(_FLOAT32).contiguous(),
+            keys,
+            values,
+            scale=self.shape.scale,
+            shared=None
+            if shared is None
+            else self._gather(layer, shared, dtype=_FLOAT32, is_second=True),
+        )
+        return seen.to(query.dtype)
+
+    def _decode_gathered(self, layer: int, query: Tensor, pages: Tensor, mask: _Mask) -> Tensor:
+        shape, count = self.shape, query.shape[0]
+        gathered = self._gather(layer, pages, dtype=self._dtype, unseen=mask.unseen)
+        by_row = gathered.view(2, count, -1, shape.num_kv_heads, shape.head_dim)
+        keys, values = by_row.transpose(2, 3)
+        # The query heads that share a KV head are like so many queries of one head.
+        seen = F.scaled_dot_product_attention(
+            query.view(count, shape.num_kv_heads, -1, shape.head_dim).to(self._dtype),
+            keys,
+            values,
+            attn_mask=mask.bias,
+            scale=shape.scale,
+        )
+        return seen.to(query.dtype).reshape(query.shape)
 
     def _gather(
         self,
         layer: int,
         pages: Tensor,
         *,
+        dtype: torch.dtype,
         unseen: Tensor | None = None,
-        dtype: torch.dtype | None = None,
         is_second: bool = False,
     ) -> Tensor:
         """Copy blocks into a workspace: (2, num_slots, num_kv_heads, head_dim), keys first.
 
         Args:
+            dtype: what to return.
             unseen: slots to overwrite, since they may hold NaN: a bias of -inf does not hide it,
                 and a weight of 0 times NaN is NaN.
-            dtype: what to return; None takes the dtype in which decodes are computed.
             is_second: whether the first workspace must stay as it is.
         """
         gathered = self._workspace(pages.shape[0], self._dtype, is_second)
@@ -189,11 +262,18 @@ class TorchAttentionBackend(AttentionBackend):
         keys_values = gathered.view(2, -1, *gathered.shape[-2:])
         if unseen is not None and unseen.shape[0]:
             keys_values.index_fill_(1, unseen, 0)
-        dtype = self._compute_dtype if dtype is None else dtype
         if dtype == self._dtype:
             return keys_values
         converted = self._workspace(pages.shape[0], dtype, is_second)
         return converted.view(keys_values.shape).copy_(keys_values)
+
+    def _choose_max_slots(self) -> int:
+        shape = self.shape
+        if not self._is_sparse:
+            return _NO_LIMIT
+        if self._is_in_place:
+            return _MAX_SPARSE_ENTRIES // shape.num_heads
+        return _MAX_WORKSPACE_BYTES // (2 * shape.num_kv_heads * shape.head_dim * _FLOAT32.itemsize)
 
     def _plan_chunks(self, batch: AttentionBatch, window: int | None) -> list[_Chunk]:
         plans = []

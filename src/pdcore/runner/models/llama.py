@@ -98,7 +98,13 @@ class LlamaModel:
         return layers + self.final_norm.num_bytes + self.lm_head.num_bytes
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, *, rotary: RotaryTable, attend: Attend
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        *,
+        rotary: RotaryTable,
+        attend: Attend,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Run all layers over a flat batch of tokens.
 
@@ -106,15 +112,19 @@ class LlamaModel:
             token_ids, positions: integers (num_tokens,).
             rotary: rotations that cover every position.
             attend: called once for each layer, in order.
+            wanted: integers, the places of the tokens whose hidden states are asked for; None asks
+                for all. Of the others the last layer makes no more than keys and values.
 
         Returns:
-            Hidden states before the final norm, (num_tokens, hidden_size).
+            Hidden states before the final norm, one for each wanted token, by hidden_size.
         """
         rotations = rotary.lookup(positions)
         hidden = F.embedding(token_ids, self.embed_tokens).to(self.activation_dtype)
         for index, layer in enumerate(self.layers):
             query, key_value = self._project(layer, hidden, rotations)
             seen = attend(index, query, key_value).flatten(1)
+            if wanted is not None and index == len(self.layers) - 1:
+                hidden, seen = hidden.index_select(0, wanted), seen.index_select(0, wanted)
             hidden.add_(layer.output(seen))
             hidden.add_(self._feed_forward(layer, hidden))
         return hidden
