@@ -195,14 +195,15 @@ def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_a_hung_peer(network: dict[str, str]) -> None:
     """A stopped peer fails its load at the stall limit, and nothing lands later."""
-    with prefill_process(network) as hung, decode(stall_timeout_s=1.0) as engine:
+    # Long enough for a good read, its agent included, on a machine that is busy.
+    with prefill_process(network) as hung, decode(stall_timeout_s=3.0) as engine:
         _read(engine, hung.prefill(PROMPT, BLOCKS))
         request = a_request(PROMPT, hung.prefill(PROMPT, BLOCKS))
         uid = engine.add(request)
         began = _read_from_stopped(engine, hung, request, uid)
         engine.step_until(lambda: engine.failed)
-        assert time.monotonic() - began < 5.0
-        assert "no data came for 1." in engine.failed[0].cause
+        assert 3.0 < time.monotonic() - began < 10.0
+        assert "(limit 3 s)" in engine.failed[0].cause
         _nothing_lands_later(engine, hung)
 
 
@@ -235,8 +236,8 @@ def _read_from_stopped(engine: Engine, peer: PrefillProcess, request: Request, u
     peer.signal(signal.SIGSTOP)
     began = time.monotonic()
     engine.load(request, uid, list(range(1, 9)))
+    engine.step_until(lambda: "being read" in (engine.scheduler.explain(request) or ""))
     engine.rest(0.2)
-    assert "being read" in (engine.scheduler.explain(request) or "")
     return began
 
 
