@@ -195,23 +195,38 @@ class KVCacheManager:
             for sequence, keys in zip(sequences, self.hasher.chains(roots, runs), strict=True):
                 sequence.keys = keys
 
-    def needed_for(
-        self, hit: PrefixHit, num_tokens: int, *, must_fit_tokens: int, chunk: int
-    ) -> tuple[int, int]:
-        """How many free blocks a request needs to start, and how many of these it takes at once.
+    def check_room(
+        self,
+        hit: PrefixHit,
+        num_tokens: int,
+        *,
+        must_fit_tokens: int,
+        chunk: int,
+        num_reserved: int = 0,
+    ) -> int:
+        """Make sure that a request can start, and return how many blocks it takes at once.
 
         Args:
             hit: the cached start; may be empty.
             num_tokens: how many tokens need slots now, those of the hit included.
             must_fit_tokens: how many must find room, though slots are not taken yet for all.
             chunk: the most tokens of one step, for sequences behind a sliding window.
+            num_reserved: blocks that must stay free for others.
+
+        Raises:
+            OutOfBlocks: there is not enough room.
         """
         full = self.max_blocks_for(must_fit_tokens, chunk=chunk)
         num_fresh = self.blocks_for(num_tokens) - hit.block_ids.size
         if not hit.block_ids.size:
-            return max(full, num_fresh), num_fresh
-        needed = max(full - int(np.count_nonzero(hit.block_ids)), num_fresh)
-        return needed + self.pool.num_evictable(hit.block_ids), num_fresh
+            needed = max(full, num_fresh)
+        else:
+            needed = max(full - int(np.count_nonzero(hit.block_ids)), num_fresh)
+            needed += self.pool.num_evictable(hit.block_ids)
+        available = self.pool.num_free_blocks - num_reserved
+        if needed > available:
+            raise OutOfBlocks(needed, max(available, 0))
+        return num_fresh
 
     def allocate_slots(
         self,
@@ -224,9 +239,7 @@ class KVCacheManager:
     ) -> BlockIds:
         """Retain a hit and add blocks, so that the first ``num_tokens`` tokens have slots.
 
-        Args:
-            hit, num_tokens, must_fit_tokens, chunk: see `needed_for`.
-            num_reserved: blocks that must stay free for others.
+        Takes what `check_room` takes.
 
         Returns:
             int32, all blocks in order of position.
@@ -234,12 +247,13 @@ class KVCacheManager:
         Raises:
             OutOfBlocks: there is not enough room; nothing has changed.
         """
-        needed, num_fresh = self.needed_for(
-            hit, num_tokens, must_fit_tokens=must_fit_tokens, chunk=chunk
+        num_fresh = self.check_room(
+            hit,
+            num_tokens,
+            must_fit_tokens=must_fit_tokens,
+            chunk=chunk,
+            num_reserved=num_reserved,
         )
-        available = self.pool.num_free_blocks - num_reserved
-        if needed > available:
-            raise OutOfBlocks(needed, max(available, 0))
         if not hit.block_ids.size:
             return self.pool.allocate(num_fresh)
         self.pool.retain(hit.block_ids)
@@ -359,9 +373,8 @@ class KVCacheManager:
             self._extend_keys(sequence)
             ids.append(self.block_table[row, before:after])
             keys += sequence.keys[before:after]
-            if parents is not None and after > before:
-                first = sequence.keys[before - 1] if before else None
-                parents += [first, *sequence.keys[before : after - 1]]
+            if parents is not None:
+                parents += _parents(sequence, before, after)
         self._num_published[rows] = afters
         self._record(lambda: self._num_published.__setitem__(rows, befores))
         self.pool.publish(np.concatenate(ids), keys, step, parents=parents)
@@ -516,7 +529,7 @@ class KVCacheManager:
         if keys:
             parents = None
             if self.pool.reports_events:
-                parents = [sequence.keys[start - 1] if start else None, *keys[:-1]]
+                parents = _parents(sequence, start, start + len(keys))
             self.pool.publish(block_ids[: len(keys)], keys, step, parents=parents)
 
     def _fill_holes(
@@ -540,3 +553,10 @@ class KVCacheManager:
         self._record(undo)
         positions = np.arange(start, end)
         return BlockTableDelta(np.full(ids.size, row), positions, np.zeros_like(ids))
+
+
+def _parents(sequence: TokenSequence, start: int, end: int) -> list[bytes | None]:
+    """For each of a run of a sequence's blocks the key of the one before it."""
+    if start == end:
+        return []
+    return [sequence.keys[start - 1] if start else None, *sequence.keys[start : end - 1]]

@@ -334,10 +334,13 @@ class AdmissionPass:
             blocks = manager.allocate_slots(hit, end, must_fit_tokens=room, chunk=chunk)
             num_fresh = 0
         else:
-            needed, num_fresh = manager.needed_for(hit, end, must_fit_tokens=room, chunk=chunk)
-            available = manager.pool.num_free_blocks - starting.num_blocks
-            if needed > available:
-                raise OutOfBlocks(needed, max(available, 0))
+            num_fresh = manager.check_room(
+                hit,
+                end,
+                must_fit_tokens=room,
+                chunk=chunk,
+                num_reserved=starting.num_blocks,
+            )
         if num_external:
             assert blocks is not None
             load = self._loading.begin(state, hit, blocks, num_external)

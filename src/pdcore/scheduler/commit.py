@@ -186,10 +186,12 @@ class Commit:
 
     def _add_departed(self, result: StepResult, departed: list[tuple[RequestState, int]]) -> None:
         for state, token in departed:
-            if self._core.owes_hand_over(state, self._late_end(state, token)):
+            reason = self._late_end(state, token)
+            if self._core.owes_hand_over(state, reason):
                 # The blocks to hand over went with its row: it is computed, and drawn, again.
                 continue
-            reason = self._append_late(state, token)
+            if not self._append_late(state, token):
+                reason = FinishReason.ERROR
             index = len(result.request_ids)
             if reason is not None:
                 cause = _cause(state, token, reason)
@@ -200,13 +202,10 @@ class Commit:
             result.token_ids = np.append(result.token_ids, np.int32(token))
             result.finish_reasons = np.append(result.finish_reasons, np.int8(reason or 0))
 
-    def _append_late(self, state: RequestState, token: int) -> FinishReason | None:
-        """Add a token to a preempted request; return why it ends with it, or None."""
-        reason = self._late_end(state, token)
+    def _append_late(self, state: RequestState, token: int) -> bool:
+        """Add a token to a preempted request; return whether its grammar allows it."""
         state.sequence.append(np.array([token], np.int32))
-        if state.matcher is not None and not _accepts(state.matcher, token):
-            return FinishReason.ERROR
-        return reason
+        return state.matcher is None or _accepts(state.matcher, token)
 
     def _late_end(self, state: RequestState, token: int) -> FinishReason | None:
         """Why a preempted request ends with a token that it does not have yet, or None."""

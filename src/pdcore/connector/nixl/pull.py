@@ -97,35 +97,25 @@ class Pull:
     def read_task(self) -> ReadTask:
         """What the workers are to do for the newest load.
 
-        By position: block i of the prompt here is read from block i of the prompt there.
+        By position: block i of the prompt here is read from block i of the prompt there, unless
+        the peer is of another shape.
         """
         load, params = self.load, self.params
         assert load is not None
         assert self.peer is not None
-        if self.peer.must_reshape:
-            return self._reshaping_task(load, self.peer)
         first = load.num_local_tokens // params.block_size
         end = -(-(load.num_local_tokens + load.num_external_tokens) // params.block_size)
-        local_ids = np.array(load.block_ids[: end - first], dtype=np.int32)
+        local_ids = np.array(load.block_ids, dtype=np.int32)
         remote_ids = np.array(params.block_ids[first:end], dtype=np.int32)
-        exists = (local_ids != 0) & (remote_ids != 0)  # block 0 stands for "no longer needed"
+        if not self.peer.must_reshape:
+            local_ids = local_ids[: end - first]
+            exists = (local_ids != 0) & (remote_ids != 0)  # block 0 stands for "no longer needed"
+            local_ids, remote_ids = local_ids[exists], remote_ids[exists]
         return ReadTask(
             transfer=load.transfer,
             peer=self.peer,
-            local_block_ids=local_ids[exists],
-            remote_block_ids=remote_ids[exists],
-            num_local_tokens=load.num_local_tokens,
-        )
-
-    def _reshaping_task(self, load: KVLoad, peer: PeerInfo) -> ReadTask:
-        block_size = self.params.block_size
-        end = load.num_local_tokens + load.num_external_tokens
-        blocks = self.params.block_ids[load.num_local_tokens // block_size : -(-end // block_size)]
-        return ReadTask(
-            transfer=load.transfer,
-            peer=peer,
-            local_block_ids=np.array(load.block_ids, dtype=np.int32),
-            remote_block_ids=np.array(blocks, dtype=np.int32),
+            local_block_ids=local_ids,
+            remote_block_ids=remote_ids,
             num_local_tokens=load.num_local_tokens,
             num_external_tokens=load.num_external_tokens,
         )
