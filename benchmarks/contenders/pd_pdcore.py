@@ -14,7 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import attrs
-from pd_timing import Timeline, cpu_shares, figures, prompts
+from control_tasks import prompts
+from pd_timing import Timeline, cpu_shares, figures
 from serving import serve
 
 from pd.messages import EngineFailed, EngineReady, EngineSettings, NewTokens, RequestDone, Submit

@@ -6,15 +6,12 @@ Written for the standard library alone, because it runs in every contender's own
 from __future__ import annotations
 
 import os
-import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Timeline", "cpu_shares", "figures", "prompts"]
-
-VOCABULARY = 49_000
+__all__ = ["Timeline", "cpu_shares", "figures"]
 
 
 class Timeline:
@@ -23,13 +20,6 @@ class Timeline:
     def __init__(self) -> None:
         self.sent_at = time.monotonic()
         self.token_times: list[float] = []
-
-
-def prompts(num_tokens: int, seed: int) -> Iterator[list[int]]:
-    """Random prompts that share nothing."""
-    rng = random.Random(seed)
-    while True:
-        yield [rng.randrange(10, VOCABULARY) for _ in range(num_tokens)]
 
 
 def figures(timelines: Iterable[Timeline]) -> dict[str, float]:

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pd_timing import Timeline, cpu_shares, figures, prompts
+from control_tasks import prompts
+from pd_timing import Timeline, cpu_shares, figures
 from serving import serve
 
 _START_TIMEOUT_S = 900.0
