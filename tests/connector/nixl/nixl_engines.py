@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pdcore.clock import MonotonicClock
-from pdcore.connector.base import FinishedBlocks, KVCaches, KVLoad
+from pdcore.connector.base import FinishedBlocks, KVCaches, KVLoad, SchedulerConnector
 from pdcore.connector.nixl import NixlConfig, NixlConnector
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey
 from pdcore.request import FinishReason, Request, SamplingParams
@@ -54,6 +54,30 @@ def until(condition: Callable[[], Any], *, limit_s: float = 10.0, what: str = ""
             raise AssertionError(f"not within {limit_s} s: {what or condition}")
         time.sleep(0.002)
     return value
+
+
+def begin_load(
+    scheduler: SchedulerConnector,
+    request: Request,
+    transfer: TransferKey,
+    block_ids: list[int],
+    *,
+    num_local: int,
+) -> KVLoad:
+    """Ask for a request's match and start its load into the blocks after its local ones."""
+    match = scheduler.get_num_new_matched_tokens(request, num_local)
+    assert match is not None
+    assert match.num_tokens > 0
+    load = KVLoad(
+        transfer=transfer,
+        request=request,
+        num_local_tokens=num_local,
+        num_external_tokens=match.num_tokens,
+        block_ids=np.array(block_ids, dtype=np.int32),
+        deadline=time.monotonic() + 60,
+    )
+    scheduler.update_state_after_alloc(request, load)
+    return load
 
 
 class Engine:
@@ -129,19 +153,8 @@ class Engine:
         attempt: int = 0,
     ) -> KVLoad:
         """Admit a request: ask for its match and start the load."""
-        match = self.scheduler.get_num_new_matched_tokens(request, num_local)
-        assert match is not None
-        assert match.num_tokens > 0
-        load = KVLoad(
-            transfer=TransferKey(uid, attempt),
-            request=request,
-            num_local_tokens=num_local,
-            num_external_tokens=match.num_tokens,
-            block_ids=np.array(block_ids, dtype=np.int32),
-            deadline=time.monotonic() + 60,
-        )
-        self.scheduler.update_state_after_alloc(request, load)
-        return load
+        transfer = TransferKey(uid, attempt)
+        return begin_load(self.scheduler, request, transfer, block_ids, num_local=num_local)
 
     def step(self) -> None:
         """One step of an engine loop, without tokens."""

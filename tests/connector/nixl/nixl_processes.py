@@ -1,11 +1,11 @@
-"""A prefill engine in a process of its own, obeying commands."""
+"""Engines in processes of their own, obeying commands."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,29 +39,36 @@ def serve_commands(
     engine.close()
 
 
-class PrefillProcess:
-    """The handle that a test has."""
+class EngineProcess:
+    """The handle that a test has of an engine: it takes ``(command, arguments)``, and "stop".
 
-    def __init__(self, config: dict[str, Any], environment: dict[str, str]) -> None:
+    Args:
+        main: the process's main function; it sends its address first.
+        config, environment: handed to it.
+        answer_s: how long it may take to answer.
+    """
+
+    def __init__(
+        self,
+        main: Callable[[Connection, dict[str, Any], dict[str, str]], None],
+        config: dict[str, Any],
+        environment: dict[str, str],
+        *,
+        answer_s: float = 10.0,
+    ) -> None:
+        self._answer_s = answer_s
         self._connection, child = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(
-            target=serve_commands, args=(child, config, environment), daemon=True
+            target=main, args=(child, config, environment), daemon=True
         )
         self._process.start()
         child.close()
         self.address: tuple[str, int] = self._receive(40.0)
 
     def ask(self, command: str, *arguments: Any) -> Any:
-        self._connection.send((command, arguments))
-        return self._receive(10.0)
-
-    def prefill(self, prompt: list[int], block_ids: list[int]) -> dict[str, Any]:
-        params: dict[str, Any] = self.ask("prefill", prompt, block_ids)
-        return params
-
-    @property
-    def sent(self) -> list[str]:
-        return list(self.ask("sent"))
+        """Give a command, and return its answer."""
+        self.begin(command, *arguments)
+        return self.end()
 
     def begin(self, command: str, *arguments: Any) -> None:
         """Send a command without waiting for its answer; see `end`."""
@@ -69,7 +76,7 @@ class PrefillProcess:
 
     def end(self) -> Any:
         """The answer to the command that was begun."""
-        return self._receive(10.0)
+        return self._receive(self._answer_s)
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
@@ -91,8 +98,20 @@ class PrefillProcess:
         return self._process.exitcode
 
     def _receive(self, limit_s: float) -> Any:
-        assert self._connection.poll(limit_s), "the prefill process does not answer"
+        assert self._connection.poll(limit_s), "the engine's process does not answer"
         return self._connection.recv()
+
+
+class PrefillProcess(EngineProcess):
+    """A process that prefills."""
+
+    def prefill(self, prompt: list[int], block_ids: list[int]) -> dict[str, Any]:
+        params: dict[str, Any] = self.ask("prefill", prompt, block_ids)
+        return params
+
+    @property
+    def sent(self) -> list[str]:
+        return list(self.ask("sent"))
 
 
 @contextmanager
@@ -100,7 +119,7 @@ def prefill_process(
     environment: dict[str, str] | None = None, **config: Any
 ) -> Iterator[PrefillProcess]:
     """Run a prefill engine for the length of a block."""
-    process = PrefillProcess(config, environment or {})
+    process = PrefillProcess(serve_commands, config, environment or {})
     try:
         yield process
     finally:

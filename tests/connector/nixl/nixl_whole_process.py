@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -10,13 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-
-# A server that has imported the slow libraries, and made no agent, is safe to fork from.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["nixl._api", "pdcore.connector.nixl", "pdcore.connector.tickets"])
-_START_S = 40.0
-_ANSWER_S = 20.0
+from nixl_processes import EngineProcess
 
 
 def serve_engine(
@@ -58,50 +51,15 @@ def _answer(engine: Any, command: str, arguments: Any) -> Any:
     raise ValueError(f"unknown command {command!r}")
 
 
-class WholeProcess:
-    """The handle that a test has."""
-
-    def __init__(self, config: dict[str, Any], environment: dict[str, str]) -> None:
-        self._connection, child = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(
-            target=serve_engine, args=(child, config, environment), daemon=True
-        )
-        self._process.start()
-        child.close()
-        self.address: tuple[str, int] = self._receive(_START_S)
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        """Give a command between two steps, and return its answer."""
-        self._connection.send((command, arguments))
-        return self._receive(_ANSWER_S)
+class WholeProcess(EngineProcess):
+    """A process with a whole engine, which takes commands between two steps."""
 
     def stop(self) -> None:
         """Hang, as a process does that has lost its machine's attention."""
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._process.join(10)
-
-    def close(self) -> None:
-        if self._process.is_alive():
-            self.go_on()
-            self._connection.send(("stop", ()))
-            self._process.join(10)
-        if self._process.is_alive():
-            self.kill()
-        self._connection.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
-    def _receive(self, limit_s: float) -> Any:
-        assert self._connection.poll(limit_s), "the engine's process does not answer"
-        return self._connection.recv()
+        self.signal(signal.SIGCONT)
 
 
 @contextmanager
@@ -109,7 +67,7 @@ def whole_process(
     environment: dict[str, str] | None = None, **config: Any
 ) -> Iterator[WholeProcess]:
     """Run an engine for the length of a block."""
-    process = WholeProcess(config, environment or {})
+    process = WholeProcess(serve_engine, config, environment or {}, answer_s=20.0)
     try:
         yield process
     finally:

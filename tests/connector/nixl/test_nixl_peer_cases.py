@@ -25,15 +25,6 @@ NUM_USABLE_BLOCKS = NUM_BLOCKS - 1
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Make both sides speak TCP, where a read needs the peer's help and a hung peer hangs it."""
-    environment = {"UCX_TLS": "tcp"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return environment
-
-
-@pytest.fixture
 def prefill() -> Iterator[WholeEngine]:
     """A prefill engine in this process, for what needs no process of its own."""
     with closing(WholeEngine(lease_s=60)) as engine:

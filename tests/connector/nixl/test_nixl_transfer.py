@@ -184,15 +184,6 @@ def _read(engine: Engine, ticket: dict[str, object]) -> None:
     engine.clear()
 
 
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Make both sides speak TCP, where a read needs the peer's help and a hung peer hangs it."""
-    environment = {"UCX_TLS": "tcp"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return environment
-
-
 def test_a_hung_peer(network: dict[str, str]) -> None:
     """A stopped peer fails its load at the stall limit, and nothing lands later."""
     # Long enough for a good read, its agent included, on a machine that is busy.

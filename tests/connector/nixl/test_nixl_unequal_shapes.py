@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from nixl_engines import a_request, an_empty_plan, until
+from nixl_engines import a_request, an_empty_plan, begin_load, until
 from nixl_shapes import a_layout, a_prompt, laid_out
 
 from pdcore.clock import MonotonicClock
@@ -84,18 +83,8 @@ class ShapedEngine:
         request = a_request(prompt, ticket)
         self._uid += 1
         self.scheduler.request_added(request, self._uid)
-        match = self.scheduler.get_num_new_matched_tokens(request, num_local)
-        assert match is not None
-        load = KVLoad(
-            transfer=TransferKey(self._uid, 0),
-            request=request,
-            num_local_tokens=num_local,
-            num_external_tokens=match.num_tokens,
-            block_ids=np.array(block_ids, dtype=np.int32),
-            deadline=time.monotonic() + 60,
-        )
-        self.scheduler.update_state_after_alloc(request, load)
-        return load
+        transfer = TransferKey(self._uid, 0)
+        return begin_load(self.scheduler, request, transfer, block_ids, num_local=num_local)
 
     def step(self) -> None:
         """One step without tokens. What a silent rank has to say waits until it is heard."""
