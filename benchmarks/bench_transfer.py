@@ -32,13 +32,12 @@ from kv_engine import KVEngine, KVShape  # noqa: E402
 from kv_loopback import loopback_request  # noqa: E402
 from raw_nixl import RawAgent  # noqa: E402
 
-from measuring import Contender, Report, progress  # noqa: E402
+from measuring import Contender, Figures, Report, progress  # noqa: E402
 
 DTYPES = {"fp32": 4, "bf16": 2}
 PARTS = ("queue", "wire", "accept", "promotion", "protocol", "request", "cpu")
 _RUN = 8
 
-Figures = dict[str, float]
 Ways = dict[str, Callable[[], Figures]]
 
 

@@ -34,12 +34,14 @@ from pdcore import (
     SamplingParams,
     UnifiedScheduler,
 )
+from pdcore.connector import TransferStats
 from pdcore.errors import MissingExtra
 from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import Waker
 from pdcore.runner import GPUModelRunner
 
 BLOCK_SIZE = 16
+Figures = dict[str, Any]
 # A token may differ only where the reference's two best logits are closer than this.
 TIE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 
@@ -87,7 +89,7 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
     return [rng.integers(100, vocab_size, n).tolist() for n in (5, 16, 33, 64, 127, 300)]
 
 
-def check_tokens(model: Path, reference: Any, device: str, dtype: str, backend: str) -> dict:
+def check_tokens(model: Path, reference: Any, device: str, dtype: str, backend: str) -> Figures:
     """Compare an engine's greedy tokens with the dense reference; return what differs."""
     engine = Engine(model, device=device, dtype=dtype, attention_backend=backend)
     prompts = make_prompts(engine.runner.vocab_size)
@@ -132,7 +134,9 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / min(times)
 
 
-def time_decode(engine: Engine, batch: int, *, context: int, bandwidth: float, device: str) -> dict:
+def time_decode(
+    engine: Engine, batch: int, *, context: int, bandwidth: float, device: str
+) -> Figures:
     """The median decode step of a batch, and its floor."""
     rng = np.random.default_rng(1)
     for index in range(batch):
@@ -162,7 +166,7 @@ def time_decode(engine: Engine, batch: int, *, context: int, bandwidth: float, d
     }
 
 
-def time_transfer(model: Path, device: str, dtype: str) -> dict:
+def time_transfer(model: Path, device: str, dtype: str) -> Figures:
     """Read a long prompt's KV from one engine into another over NIXL."""
     from pdcore.connector.nixl import NixlConfig, NixlConnector
 
@@ -177,7 +181,7 @@ def time_transfer(model: Path, device: str, dtype: str) -> dict:
         sides.append(side)
     prefill, decode = engines
     rng = np.random.default_rng(2)
-    moved = []
+    moved: list[TransferStats] = []
     for index in range(5):
         prompt = rng.integers(100, prefill.runner.vocab_size, 1000)
         name = str(index)
@@ -230,9 +234,9 @@ def main() -> int:
     backends = ["torch", "triton"] if args.device == "cuda" else ["torch"]
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.model.name}, seeds 0 to 2")
-    results: list[dict] = []
+    results: list[Figures] = []
 
-    def report(result: dict) -> None:
+    def report(result: Figures) -> None:
         results.append(result)
         print(
             "  ".join(

@@ -51,8 +51,8 @@ class Contender:
         )
         self.tasks: list[str] = self._read()["tasks"]
 
-    def ask(self, task: str, **settings: Any) -> Figures:
-        """Run a task and return its figures; raises `RuntimeError` with what went wrong there."""
+    def ask(self, task: str, **settings: Any) -> dict[str, Any]:
+        """Run a task and return its answer; raises `RuntimeError` with what went wrong there."""
         assert self._process.stdin is not None
         print(
             json.dumps({"task": task, "settings": settings}), file=self._process.stdin, flush=True
@@ -60,7 +60,7 @@ class Contender:
         answer = self._read()
         if "error" in answer:
             raise RuntimeError(f"{self.name} failed at {task}({settings}): {answer['error']}")
-        figures: Figures = answer["figures"]
+        figures: dict[str, Any] = answer["figures"]
         return figures
 
     def close(self) -> None:

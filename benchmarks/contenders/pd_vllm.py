@@ -138,11 +138,12 @@ def main() -> None:
 
 def _serve(servers: list[Server]) -> None:
     def complete(*, count: int, prompt: int, num_tokens: int, at_once: bool, seed: int) -> Any:
-        source, lines = prompts(prompt, seed), []
-        threads = []
+        source = prompts(prompt, seed)
+        lines: list[Timeline] = []
+        threads: list[threading.Thread] = []
         for _ in range(count):
-            arguments = (*servers, next(source), num_tokens, Timeline())
-            lines.append(arguments[-1])
+            lines.append(Timeline())
+            arguments = (*servers, next(source), num_tokens, lines[-1])
             threads.append(threading.Thread(target=complete_one, args=arguments))
             threads[-1].start()
             if not at_once:

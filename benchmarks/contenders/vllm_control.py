@@ -167,7 +167,7 @@ class VLLMEngine:
 
     def has_requests(self) -> bool:
         """Whether anything is unfinished."""
-        return self.scheduler.has_unfinished_requests()
+        return bool(self.scheduler.has_unfinished_requests())
 
     def totals(self) -> dict[str, float]:
         """What the timed steps did."""
