@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,11 +65,11 @@ def _accepting_anything(settings: EngineSettings) -> Iterator[EngineSettings]:
     def vouch(
         registry: TicketRegistry,
         transfer_id: str,
-        generations: Iterable[int],
+        contents_digest: str,
         *,
-        consumer: str = "",
+        consumer: str,
     ) -> TicketAnswer:
-        accept(registry, transfer_id, generations, consumer=consumer)
+        accept(registry, transfer_id, contents_digest, consumer=consumer)
         return TicketAnswer(True)
 
     with _replaced(TicketRegistry, "accept", vouch):

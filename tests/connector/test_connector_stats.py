@@ -11,9 +11,15 @@ from pdcore.connector import ConnectorStats, LoadCounts, NullConnector, TicketCo
 from pdcore.connector.load_tally import LoadTally
 from pdcore.connector.loopback import LoopbackFaults
 from pdcore.connector.stats import TransferStats
+from pdcore.connector.ticket_contents import TicketContents
 from pdcore.connector.tickets import TicketRegistry
 from pdcore.messages import TransferKey
 from pdcore.scheduler import SkipCode
+
+CONTENTS = TicketContents(
+    block_ids=(1,), generations=(7,), num_tokens=4, block_size=4, prompt_digest="p"
+)
+DIGEST = CONTENTS.digest()
 
 
 def granted(*names: str) -> tuple[VirtualClock, TicketRegistry]:
@@ -21,7 +27,7 @@ def granted(*names: str) -> tuple[VirtualClock, TicketRegistry]:
     clock = VirtualClock()
     registry = TicketRegistry(clock)
     for name in names:
-        registry.grant(name, (1,), (7,), 4, 10.0)
+        registry.grant(name, CONTENTS, lease_s=10.0)
     return clock, registry
 
 
@@ -31,10 +37,10 @@ def granted(*names: str) -> tuple[VirtualClock, TicketRegistry]:
 def test_each_ticket_ends_in_one_count() -> None:
     """One accepted, one given back, one expired, and one that is open."""
     clock, registry = granted("a", "b", "c")
-    registry.accept("a", (7,), consumer="d")
+    registry.accept("a", DIGEST, consumer="d")
     registry.release("b")
     clock.advance(10)
-    registry.grant("open", (1,), (7,), 4, 10.0)
+    registry.grant("open", CONTENTS, lease_s=10.0)
     assert registry.take_released() == ("a", "b", "c")
     assert registry.counts() == TicketCounts(
         num_granted=4, num_accepted=1, num_released=1, num_expired=1
@@ -46,7 +52,7 @@ def test_a_ticket_expires_once_whoever_notices() -> None:
     clock, registry = granted("a")
     clock.advance(10)
     assert not registry.renew("a")
-    assert not registry.accept("a", (7,))
+    assert not registry.accept("a", DIGEST, consumer="d")
     assert registry.expire() == 0
     assert registry.counts() == TicketCounts(
         num_granted=1, num_expired=1, num_late=1, num_rejected=1
@@ -54,12 +60,12 @@ def test_a_ticket_expires_once_whoever_notices() -> None:
 
 
 def test_noes_are_counted() -> None:
-    """Wrong generations, another consumer and an unknown ticket are three noes."""
+    """Wrong contents, another consumer and an unknown ticket are three noes."""
     _, registry = granted("a")
-    registry.accept("a", (8,), consumer="d")
-    registry.accept("a", (7,), consumer="d")
-    registry.accept("a", (7,), consumer="e")
-    registry.accept("unknown", (7,), consumer="d")
+    registry.accept("a", "0" * 64, consumer="d")
+    registry.accept("a", DIGEST, consumer="d")
+    registry.accept("a", DIGEST, consumer="e")
+    registry.accept("unknown", DIGEST, consumer="d")
     assert registry.counts() == TicketCounts(num_granted=1, num_accepted=1, num_rejected=3)
 
 
@@ -67,7 +73,7 @@ def test_repeated_messages_are_no_news() -> None:
     """The same acceptance again, and giving back what is read or given back, are duplicates."""
     _, registry = granted("a", "b")
     for _ in range(3):
-        registry.accept("a", (7,), consumer="d")
+        registry.accept("a", DIGEST, consumer="d")
     registry.release("a")
     registry.release("b")
     registry.release("b")
@@ -79,7 +85,7 @@ def test_repeated_messages_are_no_news() -> None:
 def test_giving_back_too_late_is_late() -> None:
     """A return of a lapsed or unknown ticket, and a renewal of one that was read, are late."""
     clock, registry = granted("a", "b")
-    registry.accept("b", (7,))
+    registry.accept("b", DIGEST, consumer="d")
     registry.renew("b")
     clock.advance(10)
     registry.release("a")

@@ -16,6 +16,7 @@ from pdcore.connector import KVCaches, KVLoad
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
 from pdcore.connector.loopback.meta import LoopbackMeta
 from pdcore.connector.loopback.ticket import LoopbackTicket
+from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import ConfigError, InvalidTransferParams
 from pdcore.kvcache import KVCacheConfig
 from pdcore.messages import SchedulerOutput, TransferKey
@@ -203,9 +204,10 @@ class Halves:
             generations=(1, 1),
             num_tokens=5 - 1,
             block_size=2,
+            prompt_digest=prompt_digest(Request("r", [1, 2, 3, 4, 5])),
             lease_s=9.0,
         )
-        self.registry.grant(f"t{uid}", (4, 2), (1, 1), 4, 9.0)
+        self.registry.grant(f"t{uid}", ticket.contents, lease_s=9.0)
         request = Request(f"r{uid}", [1, 2, 3, 4, 5], kv_transfer_params=ticket.to_params())
         self.scheduler.request_added(request, uid)
         load = KVLoad(
@@ -262,7 +264,11 @@ def test_the_last_prompt_token_is_never_brought():
     """A peer may have the whole prompt; one token is left to compute. Asking changes nothing."""
     halves = Halves()
     request, _ = halves.allocate(1)
-    short = Request("s", [1, 2, 3, 4], kv_transfer_params=request.kv_transfer_params)
+    assert request.kv_transfer_params is not None
+    params = request.kv_transfer_params | {
+        "prompt_digest": prompt_digest(Request("s", [1, 2, 3, 4]))
+    }
+    short = Request("s", [1, 2, 3, 4], kv_transfer_params=params)
     halves.scheduler.request_added(short, 2)
     for _ in range(2):
         assert halves.scheduler.get_num_new_matched_tokens(short, 0).num_tokens == 3
@@ -557,6 +563,7 @@ def params_with(**changes: Any) -> dict[str, Any]:
         generations=(1, 1),
         num_tokens=8,
         block_size=BLOCK_SIZE,
+        prompt_digest=prompt_digest(Request("r", PROMPT)),
         lease_s=9.0,
     )
     return ticket.to_params() | changes
@@ -565,7 +572,7 @@ def params_with(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "version"),
+        ({"version": 3}, "version"),
         ({"kind": "nixl"}, "kind"),
         ({"engine_id": "nobody"}, "'nobody' never joined"),
         ({"engine_id": 5}, "engine_id"),
@@ -579,6 +586,8 @@ def params_with(**changes: Any) -> dict[str, Any]:
         ({"block_size": 2, "num_tokens": 4}, "blocks of 2 tokens"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"lease_s": None}, "lease_s"),
+        ({"prompt_digest": None}, "prompt_digest"),
+        ({"prompt_digest": "0" * 64}, "another prompt"),
     ],
 )
 def test_bad_parameters_are_refused_when_the_request_is_added(
@@ -602,12 +611,19 @@ def test_foreign_blocks_are_refused():
     assert "block 400" in (end.cause or "")
 
 
-def test_forged_generations_are_not_vouched_for():
-    """The peer compares the generations before it says yes."""
+@pytest.mark.parametrize("field", ["block_ids", "generations", "num_tokens"])
+def test_what_was_changed_on_the_way_is_not_vouched_for(field: str):
+    """Whatever the ticket says otherwise, the peer finds out before it says yes."""
     prefill, decode, _ = make_pair()
     params = prefill.prefill()
-    forged = params | {"generations": [g + 1 for g in params["generations"]]}
-    assert decode.decode(forged) == solo(decode)
+    other = prefill.prefill([token + 1 for token in PROMPT], name="other")
+    forged = {
+        "block_ids": other["block_ids"],
+        "generations": [g + 1 for g in params["generations"]],
+        "num_tokens": params["num_tokens"] - 1,
+    }
+    assert forged[field] != params[field]
+    assert decode.decode(params | {field: forged[field]}) == solo(decode)
     assert decode.scheduler.stats().num_failed_loads == 1
 
 

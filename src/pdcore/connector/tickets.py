@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from pdcore.clock import Clock
 from pdcore.connector.stats import TicketCounts
+from pdcore.connector.ticket_contents import TicketContents
 from pdcore.errors import ConfigError, InvariantBroken, TransferError
 
 __all__ = ["TicketAnswer", "TicketRegistry", "asks_for_hand_over"]
@@ -43,9 +44,7 @@ class TicketAnswer:
 @attrs.define(eq=False, kw_only=True)
 class _Ticket:
     transfer_id: str
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-    num_tokens: int
+    contents_digest: str
     lease_s: float
     deadline: float
     accepted_by: str | None = None
@@ -82,43 +81,26 @@ class TicketRegistry:
         self._released: list[str] = []
         self._counts: Counter[str] = Counter()
 
-    def grant(
-        self,
-        transfer_id: str,
-        block_ids: Iterable[int],
-        generations: Iterable[int],
-        num_tokens: int,
-        lease_s: float,
-    ) -> None:
+    def grant(self, transfer_id: str, contents: TicketContents, *, lease_s: float) -> None:
         """Open a ticket for blocks that are held from now on, for ``lease_s`` seconds.
 
         Args:
             transfer_id: a name that was never used before.
-            block_ids: the blocks, in order of position.
-            generations: one for each block, as the pool counts them.
-            num_tokens: how many tokens have their KV in the blocks.
+            contents: what is held.
             lease_s: how long the hold lasts without a renewal.
 
         Raises:
-            TransferError: the name is known, the lease is not a positive number of seconds, or the
-                blocks and generations differ in number.
+            TransferError: the name is known, or the lease is not a positive number of seconds.
         """
-        ids, counts = tuple(map(int, block_ids)), tuple(map(int, generations))
         if not (math.isfinite(lease_s) and lease_s > 0):
             raise TransferError(f"lease_s={lease_s!r}: pass a finite number of seconds above 0")
-        if len(ids) != len(counts):
-            raise TransferError(
-                f"{len(ids)} blocks come with {len(counts)} generations: pass one for each"
-            )
         with self._lock:
             if transfer_id in self._open or transfer_id in self._ended:
                 raise TransferError(f"transfer id {transfer_id!r} was used before: make a new one")
             self._counts["num_granted"] += 1
             self._open[transfer_id] = _Ticket(
                 transfer_id=transfer_id,
-                block_ids=ids,
-                generations=counts,
-                num_tokens=num_tokens,
+                contents_digest=contents.digest(),
                 lease_s=lease_s,
                 deadline=self._clock.now() + lease_s,
             )
@@ -133,27 +115,27 @@ class TicketRegistry:
             ticket.deadline = self._clock.now() + ticket.lease_s
             return TicketAnswer(True, remaining_s=ticket.lease_s)
 
-    def accept(
-        self, transfer_id: str, generations: Iterable[int], *, consumer: str = ""
-    ) -> TicketAnswer:
+    def accept(self, transfer_id: str, contents_digest: str, *, consumer: str) -> TicketAnswer:
         """Vouch that what ``consumer`` read from the blocks is what the ticket promised.
 
-        Yes means that the blocks were held, unchanged, from `grant` until now; the hold ends here.
-        Asking again gives the same consumer the same yes, and any other one a no.
+        Yes means that the consumer read those blocks, for that prompt, and that they were held,
+        unchanged, from `grant` until now; the hold ends here. Asking again gives the same consumer
+        the same yes, and any other one a no.
 
         Args:
             transfer_id: the ticket.
-            generations: the blocks' generations, as the consumer was told them.
-            consumer: names the reader; at most one gets a yes.
+            contents_digest: `TicketContents.digest` of what the consumer was told.
+            consumer: names one read, not only its engine: of two requests that came with the same
+                ticket, the second may have read blocks that the first one's yes had let go.
         """
         with self._lock:
             ticket = self._find_open(transfer_id)
             if ticket is None:
                 return self._answer_again(transfer_id, consumer)
-            if tuple(generations) != ticket.generations:
+            if contents_digest != ticket.contents_digest:
                 self._counts["num_rejected"] += 1
                 return TicketAnswer(
-                    False, reason="the block generations are not those of the ticket"
+                    False, reason="what its reader was told is not what the ticket stands for"
                 )
             self._counts["num_accepted"] += 1
             ticket.accepted_by = consumer

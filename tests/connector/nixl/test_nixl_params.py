@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.connector.nixl.addresses import AllowedPeers
-from pdcore.connector.nixl.params import TransferParams, prompt_digest
+from pdcore.connector.nixl.params import TransferParams
+from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import ConfigError, InvalidTransferParams
 from pdcore.request import Request

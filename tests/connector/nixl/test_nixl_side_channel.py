@@ -24,7 +24,6 @@ from pdcore.connector.nixl.channel import Channel, client_proof, new_nonce
 from pdcore.connector.nixl.client import PeerClient
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.engine_name import EngineName
-from pdcore.connector.nixl.params import prompt_digest
 from pdcore.connector.nixl.protocol import (
     Accept,
     Answer,
@@ -36,6 +35,7 @@ from pdcore.connector.nixl.protocol import (
     decode,
     encode,
 )
+from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import PeerLost
 
 
@@ -174,7 +174,8 @@ def test_requests_about_unknown_tickets_are_answered(prefill: Half) -> None:
     """Asking about a ticket that never was gives a no with a reason."""
     with closing(connect(prefill)) as client:
         greet(client)
-        for request in (Renew(transfer_id="x"), Accept(transfer_id="x", generations=())):
+        accept = Accept(transfer_id="x", contents_digest="0" * 64, read="1-0")
+        for request in (Renew(transfer_id="x"), accept):
             client.sendall(framed(encode(request)))
             assert receive(client) == json.loads(
                 encode(Answer(ok=False, reason="the ticket is unknown here"))

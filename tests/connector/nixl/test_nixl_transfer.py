@@ -17,6 +17,7 @@ from nixl_processes import PrefillProcess, prefill_process
 
 from pdcore.connector.base import KVCaches
 from pdcore.connector.nixl import NixlConfig, NixlConnector
+from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import ConfigError
 from pdcore.messages import TransferKey
 from pdcore.request import Request
@@ -121,6 +122,47 @@ def test_foreign_block_ids_fail_only_their_load(prefill: PrefillProcess) -> None
         engine.step_until(lambda: engine.received and engine.failed)
         assert "names block 9999, but the peer has 64" in engine.failed[0].cause
         assert held(engine, list(range(1, 9))) == content(BLOCKS)
+
+
+@pytest.mark.parametrize("field", ["block_ids", "generations", "num_tokens", "prompt_digest"])
+def test_what_was_changed_on_the_way_is_not_vouched_for(
+    prefill: PrefillProcess, field: str
+) -> None:
+    """Unsigned parameters that name anything else fail their load; the ticket lives on."""
+    ticket = prefill.prefill(PROMPT, BLOCKS)
+    prompt = [token + 1 for token in PROMPT] if field == "prompt_digest" else PROMPT
+    forged = {
+        "block_ids": [21, *BLOCKS[1:]],
+        "generations": [99, *ticket["generations"][1:]],
+        "num_tokens": ticket["num_tokens"] - 1,
+        "prompt_digest": prompt_digest(a_request(prompt)),
+    }
+    assert forged[field] != ticket[field]
+    with decode() as engine:
+        request = a_request(prompt, ticket | {field: forged[field]})
+        engine.load(request, engine.add(request), [1, 2, 3, 4, 5, 6, 7, 8])
+        (failure,) = engine.step_until(lambda: engine.failed)
+        assert "what its reader was told is not what the ticket stands for" in failure.cause
+        assert engine.received == []
+    with decode() as engine:
+        _read(engine, ticket)
+
+
+def test_one_ticket_vouches_for_one_read(prefill: PrefillProcess) -> None:
+    """Two requests come with one ticket and both read: the second yes would be for blocks that the
+    first one let go."""
+    ticket = prefill.prefill(PROMPT, BLOCKS)
+    with decode() as engine:
+        for name, local in (
+            ("a", [1, 2, 3, 4, 5, 6, 7, 8]),
+            ("b", [11, 12, 13, 14, 15, 16, 17, 18]),
+        ):
+            request = a_request(PROMPT, ticket, name)
+            engine.load(request, engine.add(request), local)
+        engine.step_until(lambda: engine.received and engine.failed)
+        (failure,) = engine.failed
+        assert len(engine.received) == 1
+        assert "it was accepted before" in failure.cause
 
 
 def test_an_idle_lease_costs_nothing(prefill: PrefillProcess) -> None:

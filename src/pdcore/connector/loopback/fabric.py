@@ -135,7 +135,8 @@ class LoopbackFabric:
             peer = self.peer(ticket)
         except PeerLost as error:
             return TicketAnswer(False, reason=str(error))
-        answer = peer.registry.accept(ticket.transfer_id, ticket.generations, consumer=consumer)
+        digest = ticket.contents.digest()
+        answer = peer.registry.accept(ticket.transfer_id, digest, consumer=consumer)
         peer.tell()
         return answer
 

@@ -20,6 +20,7 @@ from pdcore.connector.loopback.fabric import LoopbackEngine, LoopbackFabric
 from pdcore.connector.loopback.meta import LoopbackLoad, LoopbackMeta
 from pdcore.connector.loopback.ticket import LoopbackTicket
 from pdcore.connector.stats import ConnectorStats
+from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import InvalidTransferParams
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
@@ -87,6 +88,11 @@ class LoopbackSchedulerConnector(SchedulerConnector):
                 f"engine {ticket.engine_id!r} has blocks of {ticket.block_size} tokens, this one "
                 f"of {self._block_size}: use one block size"
             )
+        if ticket.prompt_digest != prompt_digest(request):
+            raise InvalidTransferParams(
+                "kv_transfer_params belong to another prompt: give the decode engine exactly the "
+                "token ids that the prefill engine had"
+            )
         remote = _Remote(uid=uid, request=request, ticket=ticket, renew_at=0.0)
         self._renew(remote)
         self._remotes[uid] = self._by_request[request] = remote
@@ -152,7 +158,7 @@ class LoopbackSchedulerConnector(SchedulerConnector):
             is_complete and blocks.num_tokens and asks_for_hand_over(request.kv_transfer_params)
         ):
             return None
-        return self._grant(blocks)
+        return self._grant(request, blocks)
 
     def cancel(self, transfer: TransferKey) -> None:
         load = self._loads.get(transfer)
@@ -222,8 +228,9 @@ class LoopbackSchedulerConnector(SchedulerConnector):
 
     # The prefill side.
 
-    def _grant(self, blocks: FinishedBlocks) -> HandOver:
-        num_blocks = -(-blocks.num_tokens // self._block_size)
+    def _grant(self, request: Request, blocks: FinishedBlocks) -> HandOver:
+        num_tokens = min(blocks.num_tokens, request.num_prompt_tokens)
+        num_blocks = -(-num_tokens // self._block_size)
         self._num_granted += 1
         ticket = LoopbackTicket(
             engine_id=self._engine.engine_id,
@@ -231,17 +238,12 @@ class LoopbackSchedulerConnector(SchedulerConnector):
             transfer_id=f"{self._engine.engine_id}-{self._engine.epoch}-{self._num_granted}",
             block_ids=tuple(blocks.block_ids[:num_blocks].tolist()),
             generations=tuple(blocks.generations[:num_blocks].tolist()),
-            num_tokens=blocks.num_tokens,
+            num_tokens=num_tokens,
             block_size=self._block_size,
+            prompt_digest=prompt_digest(request),
             lease_s=self._lease_s,
         )
-        self._engine.registry.grant(
-            ticket.transfer_id,
-            ticket.block_ids,
-            ticket.generations,
-            ticket.num_tokens,
-            ticket.lease_s,
-        )
+        self._engine.registry.grant(ticket.transfer_id, ticket.contents, lease_s=ticket.lease_s)
         return HandOver(transfer_id=ticket.transfer_id, kv_transfer_params=ticket.to_params())
 
     # The decode side.

@@ -8,11 +8,12 @@ from typing import Any
 
 import attrs
 
+from pdcore.connector.ticket_contents import TicketContents
 from pdcore.errors import InvalidTransferParams
 
 __all__ = ["LoopbackTicket"]
 
-_VERSION = 1
+_VERSION = 2
 _KIND = "loopback"
 
 
@@ -26,6 +27,7 @@ class LoopbackTicket:
         block_ids, generations: its blocks, in order of position.
         num_tokens: how many tokens have their KV in them.
         block_size: tokens in a block.
+        prompt_digest: of the prompt it belongs to.
         lease_s: how long a renewal keeps the blocks.
     """
 
@@ -36,7 +38,19 @@ class LoopbackTicket:
     generations: tuple[int, ...]
     num_tokens: int
     block_size: int
+    prompt_digest: str
     lease_s: float
+
+    @property
+    def contents(self) -> TicketContents:
+        """What the ticket stands for."""
+        return TicketContents(
+            block_ids=self.block_ids,
+            generations=self.generations,
+            num_tokens=self.num_tokens,
+            block_size=self.block_size,
+            prompt_digest=self.prompt_digest,
+        )
 
     def to_params(self) -> dict[str, Any]:
         """Plain data that survives JSON."""
@@ -51,6 +65,7 @@ class LoopbackTicket:
             "generations": list(self.generations),
             "num_tokens": self.num_tokens,
             "block_size": self.block_size,
+            "prompt_digest": self.prompt_digest,
             "lease_s": self.lease_s,
         }
 
@@ -77,6 +92,7 @@ class LoopbackTicket:
             generations=tuple(_field(params, "generations", _is_counts)),
             num_tokens=_field(params, "num_tokens", _is_count),
             block_size=_field(params, "block_size", _is_count),
+            prompt_digest=_field(params, "prompt_digest", _is_name),
             lease_s=_field(params, "lease_s", _is_seconds),
         )
         ticket._check_sizes()

@@ -136,7 +136,11 @@ class TicketDriver:
         self.stop()
         cause, is_consumed = "", True
         try:
-            answer = await self._link.accept(self._params.transfer_id, self._params.generations)
+            answer = await self._link.accept(
+                self._params.transfer_id,
+                self._params.contents.digest(),
+                f"{transfer.uid}-{transfer.attempt}",
+            )
             if not answer.ok:
                 cause = f"{self._link.where} does not vouch for the data: {answer.reason}"
         except (PeerLost, HandshakeRefused) as error:

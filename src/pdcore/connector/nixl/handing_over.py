@@ -12,7 +12,7 @@ from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.doorbell import ring
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.meta import Doorbell, RankEndpoint
-from pdcore.connector.nixl.params import TransferParams, prompt_digest
+from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.protocol import (
     Accept,
     Answer,
@@ -24,6 +24,7 @@ from pdcore.connector.nixl.protocol import (
     Release,
     Renew,
 )
+from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.connector.tickets import TicketAnswer, TicketRegistry
 from pdcore.errors import ConfigError, TransferError
 from pdcore.request import FinishReason, Request
@@ -84,13 +85,7 @@ class HandOverDesk:
                 "worker's get_handshake_metadata returned"
             )
         params = self._params(request, blocks, num_tokens)
-        self.registry.grant(
-            params.transfer_id,
-            params.block_ids,
-            params.generations,
-            num_tokens,
-            self._config.lease_s,
-        )
+        self.registry.grant(params.transfer_id, params.contents, lease_s=self._config.lease_s)
         return HandOver(
             transfer_id=params.transfer_id,
             kv_transfer_params=params.to_dict(key=self._config.key),
@@ -164,7 +159,9 @@ class HandOverDesk:
         return _as_answer(answer)
 
     def _accept(self, request: Accept, sender: str) -> Answer:
-        answer = self.registry.accept(request.transfer_id, request.generations, consumer=sender)
+        answer = self.registry.accept(
+            request.transfer_id, request.contents_digest, consumer=f"{sender}/{request.read}"
+        )
         self._reading_ends(request.transfer_id)
         self._notify()
         return _as_answer(answer)

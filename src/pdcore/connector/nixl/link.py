@@ -110,9 +110,10 @@ class PeerLink:
         """Ask for the lease to start afresh. Raises as `describe` does."""
         return await self._ask(Renew(transfer_id=transfer_id), Answer)
 
-    async def accept(self, transfer_id: str, generations: tuple[int, ...]) -> Answer:
-        """Ask whether the data is good. Raises as `describe` does."""
-        return await self._ask(Accept(transfer_id=transfer_id, generations=generations), Answer)
+    async def accept(self, transfer_id: str, contents_digest: str, read: str) -> Answer:
+        """Ask whether what one read brought is good. Raises as `describe` does."""
+        question = Accept(transfer_id=transfer_id, contents_digest=contents_digest, read=read)
+        return await self._ask(question, Answer)
 
     async def announce(self, transfer_id: str) -> None:
         """Say that a read begins. It may get lost: the read is then slower."""

@@ -16,24 +16,16 @@ import numpy as np
 
 from pdcore.connector.nixl import checked
 from pdcore.connector.nixl.addresses import AllowedPeers
+from pdcore.connector.ticket_contents import TicketContents
 from pdcore.errors import InvalidTransferParams
-from pdcore.request import Request
 
-__all__ = ["PARAMS_VERSION", "TransferParams", "prompt_digest"]
+__all__ = ["PARAMS_VERSION", "TransferParams"]
 
 PARAMS_VERSION: Final = 1
 _MAX_NUM_BLOCKS = 1 << 20
 _MAX_NUM_TOKENS = 1 << 31
 _MAX_LEASE_S = 86400.0
 _FLAG = "do_remote_prefill"
-
-
-def prompt_digest(request: Request) -> str:
-    """Digest of what a prompt's KV depends on: its token ids and its adapter."""
-    digest = hashlib.sha256(b"pdcore prompt 1\0")
-    digest.update(repr(request.lora).encode())
-    digest.update(request.prompt_token_ids.astype("<i4").tobytes())
-    return digest.hexdigest()
 
 
 def _as_tuple(value: Any) -> Any:
@@ -101,6 +93,17 @@ class TransferParams:
     def peer_id(self) -> str:
         """Names one life of one engine."""
         return f"{self.engine_id}:{self.epoch}"
+
+    @property
+    def contents(self) -> TicketContents:
+        """What the ticket stands for."""
+        return TicketContents(
+            block_ids=self.block_ids,
+            generations=self.generations,
+            num_tokens=self.num_tokens,
+            block_size=self.block_size,
+            prompt_digest=self.prompt_digest,
+        )
 
     def to_dict(self, *, key: bytes | None = None) -> dict[str, Any]:
         """Return plain data that survives JSON, signed when there is a key."""

@@ -44,7 +44,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _NONCE_DIGITS = 64
 _MAX_TEXT = 512
 _MAX_NUM_RANKS = 4096
@@ -87,10 +87,6 @@ def _nonce() -> Any:
 
 def _proof() -> Any:
     return attrs.field(default="", validator=checked.text(max_length=64, allow_empty=True))
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @attrs.frozen(kw_only=True)
@@ -149,12 +145,14 @@ class Reading(Message):
 
 @attrs.frozen(kw_only=True)
 class Accept(Message):
-    """Asks whether what was read is what the ticket promised."""
+    """Asks whether what a read brought is what the ticket stands for.
+
+    ``read`` names the read, so that nobody else's yes is taken for its own.
+    """
 
     transfer_id: str = _name()
-    generations: tuple[int, ...] = attrs.field(
-        converter=_tuple, validator=checked.int_list(2**63 - 1, max_length=1 << 20)
-    )
+    contents_digest: str = attrs.field(validator=checked.hex_digits(64))
+    read: str = _name()
 
 
 @attrs.frozen(kw_only=True)
