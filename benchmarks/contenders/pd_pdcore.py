@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -105,7 +104,6 @@ class Pair:
 
 def main() -> None:
     """Start the pair and answer tasks."""
-    os.setsid()  # so that all of it can be stopped and woken at once
     options = argparse.ArgumentParser()
     options.add_argument("model")
     options.add_argument("--dtype", required=True)

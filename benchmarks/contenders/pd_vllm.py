@@ -58,8 +58,8 @@ class Server:
         """Until it answers."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"vllm serve ended; see {self._log.name}")
+            if (status := self.process.poll()) is not None:
+                raise RuntimeError(f"vllm serve ended with status {status}; see {self._log.name}")
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
                 connection.request("GET", "/health")
@@ -111,7 +111,6 @@ def complete_one(
 
 def main() -> None:
     """Start the pair and answer tasks."""
-    os.setsid()  # so that all of it can be stopped and woken at once
     options = argparse.ArgumentParser()
     options.add_argument("model")
     options.add_argument("--dtype", required=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from generate_workload import Generate, bind_threads, serve_generation
+
 from pdcore import KVCacheManager, Limits, LRUBlockPool, Request, SamplingParams, UnifiedScheduler
 from pdcore.loop import BatchQueue
 from pdcore.runner import GPUModelRunner
