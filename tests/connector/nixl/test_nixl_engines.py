@@ -33,16 +33,24 @@ NUM_BLOCKS = 65
 class WholeEngine:
     """Scheduler, pool, runner and connector of one engine, and the loop round them."""
 
-    def __init__(self, *, limits: dict[str, Any] | None = None, **config: Any) -> None:
-        connector = NixlConnector(NixlConfig(block_size=BLOCK_SIZE, **config))
+    def __init__(
+        self,
+        *,
+        limits: dict[str, Any] | None = None,
+        block_size: int = BLOCK_SIZE,
+        num_blocks: int = NUM_BLOCKS,
+        **config: Any,
+    ) -> None:
+        self.block_size, self.num_blocks = block_size, num_blocks
+        connector = NixlConnector(NixlConfig(block_size=block_size, **config))
         self.worker = connector.worker_side()
-        self.executor = InProcessExecutor(self._make_runner, num_blocks=NUM_BLOCKS)
+        self.executor = InProcessExecutor(self._make_runner, num_blocks=num_blocks)
         self.executor.start()
         self.connector = connector.scheduler_side()
         self.waker, self.clock = Waker(), MonotonicClock()
         self.connector.start(clock=self.clock, notify=self.waker)
         self.connector.set_xfer_handshake_metadata([self.worker.get_handshake_metadata()])
-        self.pool = LRUBlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.pool = LRUBlockPool(num_blocks, block_size)
         spec = self.runner.get_kv_cache_spec()
         self.scheduler = UnifiedScheduler(
             KVCacheManager(self.pool, groups=(spec,)),
@@ -55,7 +63,7 @@ class WholeEngine:
 
     def _make_runner(self) -> FakeKVRunner:
         self.runner = FakeKVRunner(
-            block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, connector=self.worker
+            block_size=self.block_size, num_blocks=self.num_blocks, connector=self.worker
         )
         return self.runner
 
