@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from chaos_messages import (
-    BLOCK_SIZE,
     MAX_MODEL_LEN,
     Abort,
     Bye,
@@ -86,7 +85,7 @@ class _Engine:
         times = settings.timeouts
         connector = NixlConnector(
             NixlConfig(
-                block_size=BLOCK_SIZE,
+                block_size=settings.block_size,
                 engine_id=settings.name,
                 port=settings.port,
                 key=_KEY,
@@ -100,7 +99,7 @@ class _Engine:
             device_s=settings.device_s,
             num_steps_per_fault=settings.num_steps_per_fault,
             rng=random.Random(settings.seed),
-            block_size=BLOCK_SIZE,
+            block_size=settings.block_size,
             num_blocks=settings.num_blocks,
             connector=self._worker,
         )
@@ -109,7 +108,7 @@ class _Engine:
         self._connector = connector.scheduler_side()
         self._connector.start(clock=self._clock, notify=self._waker)
         self._connector.set_xfer_handshake_metadata([self._worker.get_handshake_metadata()])
-        self._pool = LRUBlockPool(settings.num_blocks, BLOCK_SIZE)
+        self._pool = LRUBlockPool(settings.num_blocks, settings.block_size)
         self._scheduler = UnifiedScheduler(
             KVCacheManager(self._pool),
             connector=self._connector,

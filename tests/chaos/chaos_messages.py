@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import attrs
 
-BLOCK_SIZE = 8
 MAX_MODEL_LEN = 512
 
 
@@ -28,6 +27,7 @@ class EngineSettings:
     Args:
         name: to the router and to people.
         port: of its side channel; 0 takes a free one. A restart takes the same one again.
+        block_size: tokens in a block.
         num_blocks: of its pool, the null block included.
         depth: plans under way.
         on_load_failure, max_load_retries: as `Limits` has them.
@@ -40,6 +40,7 @@ class EngineSettings:
 
     name: str
     port: int = 0
+    block_size: int = 8
     num_blocks: int = 161
     depth: int = 1
     on_load_failure: Literal["recompute", "fail"] = "recompute"

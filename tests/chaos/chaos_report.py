@@ -133,7 +133,7 @@ def _row(name: str, words: str) -> list[str]:
 
 def _describe(engine: EngineSettings) -> str:
     return (
-        f"{engine.num_blocks - 1} blocks, batch queue of {engine.depth}, "
+        f"{engine.num_blocks - 1} blocks of {engine.block_size}, batch queue of {engine.depth}, "
         f"{engine.on_load_failure} after {engine.max_load_retries} retries"
     )
 
