@@ -44,6 +44,7 @@ def run(seed: int, num_requests: int, *, without: str = "", bounds: Bounds | Non
         if router.misreads and not any(f.kind == "wrong token" for f in router.findings):
             router.find("foreign KV", f"it reached no client, but: {router.misreads[0]}")
         if not without:
+            _must_have_moved(router)
             _let_them_end(router, engines)
     finally:
         for engine in engines.values():
@@ -68,7 +69,7 @@ def _settings(seed: int, *, without: str) -> list[EngineSettings]:
     # With a protection off all are of one shape: where KV is rearranged, only staging areas are
     # written to by others, which would hide what the protection is for.
     odd_size = 8 if without else random.Random(f"shape {seed}").choice((4, 8, 16, 24))
-    sizes = {name: 8 for name in PREFILLS + DECODES} | {DECODES[-1]: odd_size}
+    sizes = dict.fromkeys(PREFILLS + DECODES, 8) | {DECODES[-1]: odd_size}
     policies: list[Literal["recompute", "fail"]] = ["recompute", "fail"]
     return [
         EngineSettings(
@@ -83,6 +84,15 @@ def _settings(seed: int, *, without: str) -> list[EngineSettings]:
         )
         for name in PREFILLS + DECODES
     ]
+
+
+def _must_have_moved(router: Router) -> None:
+    """A transport on which every load fails would pass all else: everybody computes for himself."""
+    counts = router.counts
+    if counts.num_accepted < counts.num_loads / 4:
+        router.find(
+            "nothing moved", f"{counts.num_accepted} of {counts.num_loads} loads were vouched for"
+        )
 
 
 def _let_them_end(router: Router, engines: dict[str, EngineProcess]) -> None:

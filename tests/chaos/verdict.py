@@ -23,7 +23,9 @@ _REASONS_TO_RECOMPUTE = re.compile(
 class Finding:
     """Something that must not be: what kind, and what exactly."""
 
-    kind: Literal["wrong token", "foreign KV", "hang", "leak", "untrue reason", "dead engine"]
+    kind: Literal[
+        "wrong token", "foreign KV", "hang", "leak", "untrue reason", "dead engine", "nothing moved"
+    ]
     words: str
 
 
