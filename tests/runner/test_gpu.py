@@ -210,6 +210,9 @@ class _RecordingConnector(WorkerConnector):
     def register_kv_caches(self, caches: KVCaches) -> None:
         self.caches = caches
 
+    def start_save_kv(self, meta: Any) -> None:
+        self.calls.append(f"rescue {meta}")
+
     def start_load_kv(self, meta: Any) -> None:
         self.calls.append(f"load {meta}")
         if self.kv is not None:
@@ -235,14 +238,15 @@ class _RecordingConnector(WorkerConnector):
 
 
 def test_connector_hooks_are_called_in_order(make_runner: MakeRunner) -> None:
-    """Load, then wait and save for each layer, then the save as a whole, then the report."""
+    """What may be overwritten is saved, then loads start; wait and save for each layer, then the
+    save as a whole, then the report."""
     connector = _RecordingConnector()
     driver = RunnerDriver(make_runner(connector=connector), num_blocks=64)
     driver.connector_meta = "m"
     driver.start(0, PROMPTS[0])
     driver.step({0: 5})
     layers = ["wait 0", "save 0", "wait 1", "save 1"]
-    assert ["load m", *layers, "saved", "report"] == connector.calls
+    assert ["rescue m", "load m", *layers, "saved", "report"] == connector.calls
     connector.calls.clear()
     driver.connector_meta = None
     driver.step({0: 1})
@@ -258,7 +262,7 @@ def test_a_plan_without_tokens_still_serves_the_connector(make_runner: MakeRunne
     result = driver.runner.sample_tokens(None)
     assert (TransferKey(4, 1),) == result.transfer_report.finished_recving
     assert result.rows.size == 0
-    assert connector.calls == ["load 7", "saved", "report"]
+    assert connector.calls == ["rescue 7", "load 7", "saved", "report"]
 
 
 def test_a_connector_whose_report_raises_harms_no_step(make_runner: MakeRunner) -> None:

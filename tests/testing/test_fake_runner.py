@@ -285,6 +285,9 @@ class RecordingConnector(WorkerConnector):
     def register_kv_caches(self, caches: KVCaches) -> None:
         self.calls.append("register_kv_caches")
 
+    def start_save_kv(self, meta: object) -> None:
+        self.calls.append(("start_save_kv", meta))
+
     def start_load_kv(self, meta: object) -> None:
         self.calls.append(("start_load_kv", meta))
 
@@ -300,7 +303,8 @@ class RecordingConnector(WorkerConnector):
 
 
 def test_its_connector_is_called_in_the_order_of_a_step():
-    """Loads start before the pass, saves end after it, and every step brings a report."""
+    """What may be overwritten is saved before loads start, and those before the pass; saves end
+    after it, and every step brings a report."""
     connector = RecordingConnector()
     runner = make_runner(connector=connector)
     output = run(runner, plan((0, 0, 10, True), new_reqs=[KNOWN], connector_meta="meta"))
@@ -310,6 +314,7 @@ def test_its_connector_is_called_in_the_order_of_a_step():
     assert output.transfer_report.finished_sending == ("t",)
     assert connector.calls == [
         "register_kv_caches",
+        ("start_save_kv", "meta"),
         ("start_load_kv", "meta"),
         "wait_for_save",
         "get_finished",

@@ -199,6 +199,15 @@ class LosesParents(NaiveBlockPool):
             self._state.parents[block] = None
 
 
+class TellsSubscribersOfEveryStep(NaiveBlockPool):
+    """Says that blocks are written before their step is."""
+
+    def commit(self, step: int) -> None:
+        provisional = list(self._state.provisional)
+        super().commit(step)
+        self._tell_committed([b for b in provisional if b in self._state.provisional])
+
+
 class WithdrawsEverybodysKeys(NaiveBlockPool):
     """Drops the uncommitted keys of other steps as well."""
 
@@ -287,6 +296,7 @@ BROKEN: list[type[NaiveBlockPool]] = [
     TellsEventsEarly,
     ForgetsToTellRemovals,
     LosesParents,
+    TellsSubscribersOfEveryStep,
     WithdrawsEverybodysKeys,
     IgnoresHolds,
     EndsHoldsTwice,

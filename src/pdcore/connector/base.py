@@ -7,12 +7,12 @@ They share one metadata type, which rides in `SchedulerOutput.connector_meta`; t
 What is called when, in one step::
 
     scheduler's half                     worker's half
-    take_events()                        start_load_kv(meta)      before the forward pass
-    get_num_new_matched_tokens()         wait_for_layer_load()    before each layer's attention
-    update_state_after_alloc()           save_kv_layer()          after each layer's attention
-    build_connector_meta()               wait_for_save()          after the forward pass
-    update_connector_output()            get_finished()           once a step
-    request_finished()
+    take_events()                        start_save_kv(meta)      before anything is overwritten
+    get_num_new_matched_tokens()         start_load_kv(meta)      before the forward pass
+    update_state_after_alloc()           wait_for_layer_load()    before each layer's attention
+    build_connector_meta()               save_kv_layer()          after each layer's attention
+    update_connector_output()            wait_for_save()          after the forward pass
+    request_finished()                   get_finished()           once a step
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from pdcore.clock import Clock
 from pdcore.connector.layout import KVLayout
 from pdcore.connector.stats import ConnectorStats
+from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import FinishReason, Request
 
@@ -52,10 +53,13 @@ class ExternalMatch:
         num_tokens: tokens beyond the local ones; 0 when there is nothing.
         is_async: True parks the request until the load is reported; False promises that the load
             is done when `WorkerConnector.start_load_kv` returns.
+        load_s: how many seconds the connector expects the load to take, for `SchedulingPolicy.load`
+            to weigh against computing the tokens; None when it cannot say.
     """
 
     num_tokens: int
     is_async: bool = False
+    load_s: float | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -139,6 +143,20 @@ class SchedulerConnector(ABC):
 
     def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:  # noqa: B027
         """Begin work. ``notify`` wakes a sleeping engine loop; it may be called from any thread."""
+
+    def bind_kv_manager(self, manager: KVCacheManager) -> None:  # noqa: B027
+        """Meet the block manager of the scheduler that this half is given to. Called once.
+
+        For connectors that name blocks as the manager does (``manager.hasher``), or want to hear
+        of blocks that were written (``manager.pool.subscribe``).
+
+        Raises:
+            ConfigError: the connector cannot work with this manager.
+        """
+
+    def reset_cache(self) -> None:  # noqa: B027
+        """Forget every block kept so far: `Scheduler.reset_prefix_cache` forgot those of the pool,
+        because of new weights for instance. Nothing loads at that time."""
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:  # noqa: B027
         """Take what each rank's `WorkerConnector.get_handshake_metadata` returned, by rank."""
@@ -275,6 +293,10 @@ class WorkerConnector(ABC):
     def get_handshake_metadata(self) -> Any:
         """What a peer must know to reach this rank's memory; picklable, or None."""
         return None
+
+    def start_save_kv(self, meta: Any) -> None:  # noqa: B027
+        """Copy away the blocks of this step's metadata that anything in this step, loads included,
+        may overwrite. Called before `start_load_kv`, with the same metadata."""
 
     @abstractmethod
     def start_load_kv(self, meta: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import attrs
 import numpy as np
@@ -16,6 +16,7 @@ from pdcore.kvcache.holds import Hold, HoldReason
 __all__ = ["BlockCounts", "BlockPool"]
 
 BlockIds = npt.NDArray[np.int32]
+CommitListener = Callable[[BlockIds, list[bytes]], None]
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +73,24 @@ class BlockPool(ABC):
             raise ConfigError(f"block_size={block_size}: must be at least 1")
         self.num_blocks = int(num_blocks)
         self.block_size = int(block_size)
+        self._listeners: list[CommitListener] = []
+
+    def subscribe(self, listener: CommitListener) -> None:
+        """Have ``listener(block_ids, keys)`` called by every `commit` that makes keys final.
+
+        It is told of each block once, when its data is written. The block cannot be handed out
+        again, and so not be overwritten, before the next `allocate`. It must not raise or call
+        the pool.
+        """
+        self._listeners.append(listener)
+
+    def _tell_committed(self, blocks: list[int]) -> None:
+        """Call the listeners; for implementations, at the end of `commit`."""
+        if blocks and self._listeners:
+            ids = np.array(blocks, np.int32)
+            keys = [key for key in self.keys(ids) if key is not None]
+            for listener in self._listeners:
+                listener(ids, keys)
 
     @property
     def num_usable_blocks(self) -> int:

@@ -166,7 +166,9 @@ class LRUBlockPool(BlockPool):
         if step == self._step:
             self._step = None
             self._undo.clear()
+        committed = self._keys.provisional(step) if self._listeners else []
         self._keys.commit(step)
+        self._tell_committed(committed)
 
     def withdraw(self, step: int, ids: BlockIds | None = None) -> None:
         blocks = self._keys.provisional(step)

@@ -44,10 +44,14 @@ class PrefixHasher:
         block_size: tokens in a block.
         secret: what the weights are drawn from, at least 16 random bytes; made for this process
             when None. Engines that are to name blocks alike need the same secret and block size.
+
+    Attributes:
+        is_lasting: whether the secret was given, so that names outlive the process.
     """
 
     def __init__(self, block_size: int, *, secret: bytes | None = None) -> None:
         self._block_size = block_size
+        self.is_lasting = secret is not None
         secret = secrets.token_bytes(32) if secret is None else secret
         # Of one length, so that nothing that follows it can be taken for a part of it. Blocks of
         # different sizes are different domains.

@@ -188,6 +188,7 @@ class GPUModelRunner(ModelRunner):
             if self._device.type == "cuda":
                 # Blocks that a load fills may have been written by kernels that still run.
                 torch.cuda.current_stream(self._device).synchronize()
+            self._connector.start_save_kv(output.connector_meta)
             self._connector.start_load_kv(output.connector_meta)
         self._run(output)
         if self._connector is not None:

@@ -101,6 +101,8 @@ class UnifiedScheduler(Scheduler):
                 "KV behind a window cannot be transferred yet"
             )
         kv_manager.reserve_rows(limits.max_num_seqs, limits.max_model_len)
+        if connector is not None:
+            connector.bind_kv_manager(kv_manager)
         self._core = Core(
             manager=kv_manager,
             policy=policy or FCFS(),
@@ -357,7 +359,11 @@ class UnifiedScheduler(Scheduler):
             core.landed.remove(state)
             core.drop_blocks(state)
             core.waiting.put_back(state)
-        return core.manager.pool.reset()
+        if not core.manager.pool.reset():
+            return False
+        if core.connector is not None:
+            core.connector.reset_cache()
+        return True
 
     def stats(self) -> SchedulerStats:
         core = self._core

@@ -156,6 +156,7 @@ class FakeKVRunner(ModelRunner):
         output, self._again = self._without_failed(output)
         spans = state.rows.spans(output)
         if connector is not None and output.connector_meta is not None:
+            connector.start_save_kv(output.connector_meta)
             connector.start_load_kv(output.connector_meta)
         self._causes = self._row_faults(spans)
         # A row that fails writes nothing, as one that the model is never run for.

@@ -143,8 +143,10 @@ class NaiveBlockPool(BlockPool):
         self._saved = (step, self._state.copy())
 
     def commit(self, step: int) -> None:
-        for block in self._provisional_blocks(step):
+        committed = list(self._provisional_blocks(step))
+        for block in committed:
             del self._state.provisional[block]
+        self._tell_committed(committed)
 
     def withdraw(self, step: int, ids: BlockIds | None = None) -> None:
         published = self._provisional_blocks(step)

@@ -77,6 +77,7 @@ class PoolComparison(RuleBasedStateMachine):
         self.saved_holds: list[tuple[Hold, Hold]] = []
         self.mirror: dict[int, tuple[bytes, bytes | None]] = {}
         self.seen: dict[bytes, bytes] = {}
+        self.told: list[list[tuple[int, bytes]]] = [[], []]
 
     # What is refused.
 
@@ -142,6 +143,12 @@ class PoolComparison(RuleBasedStateMachine):
         if self.exact_order:
             expected = self.seen.setdefault(self.pool.fingerprint(), self.model.fingerprint())
             assert expected == self.model.fingerprint(), "one fingerprint stands for two states"
+
+    @invariant()
+    def listeners_agree(self) -> None:
+        """Who subscribed was told of each block that was committed, once, with its key."""
+        told, expected = map(sorted, self.told)
+        assert told == expected, "subscribers were told of other blocks"
 
     @invariant()
     def mirror_keeps_up(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pdcore.errors import BlockMisuse
 from pdcore.kvcache.holds import HoldReason
 from pdcore.testing.extras import require_hypothesis
 from pdcore.testing.pool_comparison import (
     BLOCK_SIZE,
     CHAINS,
+    BlockIds,
     MakePool,
     Model,
     PoolComparison,
@@ -59,6 +62,8 @@ class BlockPoolMachine(PoolComparison):
         num_blocks = data.draw(st.sampled_from(self.sizes), label="num_blocks")
         self.pool = type(self).make_pool(num_blocks, BLOCK_SIZE)
         self.model = Model(num_blocks, BLOCK_SIZE)
+        for pool, told in zip((self.pool, self.model), self.told, strict=True):
+            pool.subscribe(partial(_note, told))
 
     # Taking and giving back.
 
@@ -278,3 +283,7 @@ def block_pool_machine(
         settings.default, stateful_step_count=20, report_multiple_bugs=False, deadline=None
     )
     return machine
+
+
+def _note(told: list[tuple[int, bytes]], ids: BlockIds, keys: list[bytes]) -> None:
+    told.extend(zip(ids.tolist(), keys, strict=True))
