@@ -31,7 +31,8 @@ from pdcore import (
     VirtualClock,
 )
 from pdcore.errors import InvalidRequest
-from pdcore.kvcache import KVCacheConfig
+from pdcore.connector import KVConnector
+from pdcore.kvcache import KVCacheConfig, PrefixHasher
 from pdcore.scheduler import GrammarBackend, GrammarMatcher
 from pdcore.testing import FakeKVRunner
 from pdcore.testing.chain import Chain, chain_seed
@@ -128,12 +129,32 @@ class Ledger:
 
 
 class Simulation:
-    """One engine with tiny limits."""
+    """One engine with tiny limits.
 
-    def __init__(self, random: Random, *, depth: int, sliding_window: int | None = None) -> None:
+    Attributes:
+        salts, loras: what its requests have, in equal shares.
+        max_new_tokens: the most that any asks for.
+        pause: how probable it is that none arrives before a step.
+    """
+
+    max_new_tokens = 30
+    pause = 0.4
+
+    salts: tuple[str | None, ...] = (None, None, "salt")
+    loras: tuple[str | None, ...] = (None, None, "one", "two")
+
+    def __init__(
+        self,
+        random: Random,
+        *,
+        depth: int,
+        sliding_window: int | None = None,
+        connector: KVConnector | None = None,
+        hasher: PrefixHasher | None = None,
+    ) -> None:
         self.random = random
         self.depth = depth
-        block_size = random.choice((2, 4, 16))
+        block_size = random.choice((2, 4, 16)) if hasher is None else hasher.block_size
         self.num_usable_blocks = random.randint(3, 30)
         max_num_seqs = random.randint(1, 6)
         self.limits = Limits(
@@ -150,6 +171,7 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             num_special_tokens=0,
             sliding_window=sliding_window,
+            connector=None if connector is None else connector.worker_side(),
         )
         spec = self.runner.get_kv_cache_spec()
         self.runner.initialize_from_config(
@@ -157,7 +179,10 @@ class Simulation:
         )
         self.pool = LRUBlockPool(self.num_usable_blocks + 1, block_size)
         manager = KVCacheManager(
-            self.pool, enable_prefix_caching=not self.rarely(0.3), groups=(spec,)
+            self.pool,
+            enable_prefix_caching=not self.rarely(0.3) or connector is not None,
+            groups=(spec,),
+            hasher=hasher,
         )
         self.grammar = Grammar()
         policy = Priority(displace=True) if self.rarely(0.2) else random.choice(POLICIES)()
@@ -165,6 +190,7 @@ class Simulation:
             manager,
             policy=policy,
             limits=self.limits,
+            connector=None if connector is None else connector.scheduler_side(),
             grammar=self.grammar,
             clock=VirtualClock(),
         )
@@ -181,7 +207,7 @@ class Simulation:
         """Add requests at random times; step, abort and abandon until all have ended."""
         num_added = 0
         while num_added < num_requests or self.scheduler.has_requests():
-            if num_added < num_requests and not self.rarely(0.4):
+            if num_added < num_requests and not self.rarely(self.pause):
                 self.add(f"r{num_added}")
                 num_added += 1
             self.disturb(num_added)
@@ -194,7 +220,7 @@ class Simulation:
         random = self.random
         prefix = random.choice(self.prefixes)[: random.randint(1, 60)]
         suffix = [4 + random.randint(0, 9)] * random.randint(0, 5)
-        max_tokens = random.randint(1, 30)
+        max_tokens = random.randint(1, self.max_new_tokens)
         request = Request(
             request_id,
             prefix + suffix,
@@ -206,8 +232,8 @@ class Simulation:
             ),
             eos_token_id=random.choice((None, 7)),
             priority=random.randint(0, 3),
-            cache_salt=random.choice((None, None, "salt")),
-            lora=random.choice((None, None, "one", "two")),
+            cache_salt=random.choice(self.salts),
+            lora=random.choice(self.loras),
         )
         try:
             self.scheduler.add_request(request)
@@ -240,11 +266,15 @@ class Simulation:
                 scheduler.abort_requests([random.choice(list(self.ledger.requests))])
             if self.rarely(0.03):
                 scheduler.abandon(plan)
+            elif self.rarely(0.02):
+                # It failed before any worker heard of it.
+                scheduler.abandon(plan, dispatched=True)
             else:
                 self.runner.execute_model(plan)
                 result = self.runner.sample_tokens(scheduler.get_grammar_bitmask(plan))
                 if self.rarely(0.03):
-                    scheduler.abandon(plan, dispatched=True)
+                    report = result.transfer_report
+                    scheduler.abandon(plan, dispatched=True, transfer_report=report)
                 else:
                     self.in_flight.append((plan, result))
             scheduler.check()

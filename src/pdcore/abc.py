@@ -5,7 +5,7 @@
 | `Scheduler` | `UnifiedScheduler` |
 | `SchedulingPolicy` | `FCFS`, `Priority`, `ShortestPromptFirst`, `DeadlineFirst` |
 | `BlockPool`, `EvictionOrder` | `LRUBlockPool`, `LRUOrder` |
-| `SchedulerConnector`, `WorkerConnector`, `KVConnector` | null, loopback, NIXL |
+| `SchedulerConnector`, `WorkerConnector`, `KVConnector` | null, loopback, NIXL, offload |
 | `ModelRunner` | `GPUModelRunner`, `FakeKVRunner` |
 | `Executor` | `InProcessExecutor` |
 | `GrammarBackend`, `GrammarMatcher` | none yet: bring your own |

@@ -1,7 +1,8 @@
 """KV connectors: they bring KV from elsewhere, and hand it over.
 
 The interface is here. Connectors that move KV are imported from their own folders, so that nobody
-pays for those not used: `pdcore.connector.loopback`, `pdcore.connector.nixl`.
+pays for those not used: `pdcore.connector.loopback`, `pdcore.connector.nixl`,
+`pdcore.connector.offload`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from pdcore.connector.base import (
 )
 from pdcore.connector.layout import KVLayout
 from pdcore.connector.null import NullConnector
-from pdcore.connector.stats import ConnectorStats, LoadCounts, TicketCounts, TransferStats
+from pdcore.connector.stats import (
+    ConnectorStats,
+    LoadCounts,
+    OffloadCounts,
+    TicketCounts,
+    TransferStats,
+)
 
 __all__ = [
     "ConnectorEvents",
@@ -33,6 +40,7 @@ __all__ = [
     "KVLoad",
     "LoadCounts",
     "NullConnector",
+    "OffloadCounts",
     "SchedulerConnector",
     "TicketCounts",
     "TransferStats",

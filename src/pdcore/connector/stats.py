@@ -6,7 +6,7 @@ import attrs
 
 from pdcore.messages import TransferKey
 
-__all__ = ["ConnectorStats", "LoadCounts", "TicketCounts", "TransferStats"]
+__all__ = ["ConnectorStats", "LoadCounts", "OffloadCounts", "TicketCounts", "TransferStats"]
 
 
 @attrs.frozen(kw_only=True)
@@ -101,6 +101,25 @@ class LoadCounts:
 
 
 @attrs.frozen(kw_only=True)
+class OffloadCounts:
+    """What became of the blocks that an engine keeps beyond its pool. All in blocks.
+
+    Args:
+        num_saved: copied to host memory.
+        num_loaded_from_host, num_loaded_from_disk: those that came back, by where from.
+        num_lost: those that were to come back and were not what they should be.
+        num_in_host, num_on_disk: those that are kept now, as far as the scheduler's half knows.
+    """
+
+    num_saved: int = 0
+    num_loaded_from_host: int = 0
+    num_loaded_from_disk: int = 0
+    num_lost: int = 0
+    num_in_host: int = 0
+    num_on_disk: int = 0
+
+
+@attrs.frozen(kw_only=True)
 class ConnectorStats:
     """A snapshot of a connector's scheduler half; counters since it was made.
 
@@ -109,8 +128,10 @@ class ConnectorStats:
         loads: what it loaded. All zero on an engine that only prefills.
         transfers: the newest thousand reads, in the order in which they ended. Empty for connectors
             that measure nothing.
+        offload: what it keeps beyond the pool. All zero on connectors that keep nothing.
     """
 
     tickets: TicketCounts = TicketCounts()
     loads: LoadCounts = LoadCounts()
     transfers: tuple[TransferStats, ...] = ()
+    offload: OffloadCounts = OffloadCounts()

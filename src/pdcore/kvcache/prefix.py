@@ -46,11 +46,12 @@ class PrefixHasher:
             when None. Engines that are to name blocks alike need the same secret and block size.
 
     Attributes:
+        block_size: tokens in a block.
         is_lasting: whether the secret was given, so that names outlive the process.
     """
 
     def __init__(self, block_size: int, *, secret: bytes | None = None) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self.is_lasting = secret is not None
         secret = secrets.token_bytes(32) if secret is None else secret
         # Of one length, so that nothing that follows it can be taken for a part of it. Blocks of
@@ -83,12 +84,12 @@ class PrefixHasher:
             tokens: int32 (n,), from token ``start * block_size`` of a sequence on.
             start: the position of the first block.
         """
-        num_blocks = tokens.size // self._block_size
+        num_blocks = tokens.size // self.block_size
         if not num_blocks:
             return []
         end = start + num_blocks
         self._reach(end)
-        sums = self._digests(tokens[: num_blocks * self._block_size].reshape(-1, self._block_size))
+        sums = self._digests(tokens[: num_blocks * self.block_size].reshape(-1, self.block_size))
         self._add_up(parent, sums, self._weights[start:end])
         return _as_keys(sums)
 
@@ -102,7 +103,7 @@ class PrefixHasher:
         if type(self).chain is not PrefixHasher.chain:
             runs = zip(roots, tokens, strict=True)
             return [self.chain(root, run, start=0) for root, run in runs]
-        size = self._block_size
+        size = self.block_size
         counts = [run.size // size for run in tokens]
         if not any(counts):
             return [[] for _ in counts]
