@@ -30,8 +30,8 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
-from pdcore.errors import InvalidRequest
 from pdcore.connector import KVConnector
+from pdcore.errors import InvalidRequest
 from pdcore.kvcache import KVCacheConfig, PrefixHasher
 from pdcore.scheduler import GrammarBackend, GrammarMatcher
 from pdcore.testing import FakeKVRunner
@@ -133,10 +133,12 @@ class Simulation:
 
     Attributes:
         salts, loras: what its requests have, in equal shares.
+        pool_blocks: how many blocks there are, at least and at most.
         max_new_tokens: the most that any asks for.
         pause: how probable it is that none arrives before a step.
     """
 
+    pool_blocks = (3, 30)
     max_new_tokens = 30
     pause = 0.4
 
@@ -155,7 +157,7 @@ class Simulation:
         self.random = random
         self.depth = depth
         block_size = random.choice((2, 4, 16)) if hasher is None else hasher.block_size
-        self.num_usable_blocks = random.randint(3, 30)
+        self.num_usable_blocks = random.randint(*self.pool_blocks)
         max_num_seqs = random.randint(1, 6)
         self.limits = Limits(
             max_num_seqs=max_num_seqs,

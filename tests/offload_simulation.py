@@ -1,4 +1,4 @@
-"""Random lives of engines that keep their KV in host memory and on a disk that cannot be trusted."""
+"""Random lives of engines that keep KV in host memory and on a disk that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdcore.connector.offload import OffloadConfig, OffloadConnector, OffloadSch
 from pdcore.connector.offload.records import HEADER_BYTES
 from pdcore.kvcache import PrefixHasher
 
-__all__ = ["OffloadSimulation", "make_config"]
+__all__ = ["OffloadSimulation", "TappedOffload", "make_config"]
 
 SECRET = b"the same for every engine of the test"
 SLOT_BYTES = 8
@@ -30,36 +30,38 @@ def make_config(
     )
 
 
-class _Tapped(KVConnector):
+class TappedOffload(KVConnector):
     """A connector whose halves the test can reach."""
 
     def __init__(self, inner: OffloadConnector) -> None:
-        self._worker = inner.worker_side()
+        self.worker = inner.worker_side()
         self.scheduler = inner.scheduler_side()
 
     def worker_side(self, rank: int = 0) -> WorkerConnector:
-        return self._worker
+        return self.worker
 
     def scheduler_side(self) -> SchedulerConnector:
         return self.scheduler
 
     def meet(self) -> None:
-        self.scheduler.set_xfer_handshake_metadata([self._worker.get_handshake_metadata()])
+        """Introduce them, once the worker knows its memory."""
+        self.scheduler.set_xfer_handshake_metadata([self.worker.get_handshake_metadata()])
 
 
 class OffloadSimulation(Simulation):
     """One engine with two tiers behind its pool; others before and after it have its directory."""
 
     # Few and short requests, so that prefixes come back after they were evicted.
+    pool_blocks = (4, 18)
     max_new_tokens = 8
-    pause = 0.8
+    pause = 0.6
     salts = (None, None, None, None, None, "salt")
     loras = (None,)
 
     def __init__(
         self, random: Random, directory: Path, *, depth: int, background: bool = False
     ) -> None:
-        hasher = PrefixHasher(random.choice((2, 2, 4)), secret=SECRET)
+        hasher = PrefixHasher(random.choice((2, 4, 4)), secret=SECRET)
         self.directory = directory
         num_disk_blocks = random.choice((0, random.randint(1, 60), random.randint(60, 150)))
         config = make_config(
@@ -70,7 +72,7 @@ class OffloadSimulation(Simulation):
             persistent=num_disk_blocks > 0 and random.random() < 0.8,
             background=background,
         )
-        connector = _Tapped(OffloadConnector(config))
+        connector = TappedOffload(OffloadConnector(config))
         super().__init__(random, depth=depth, connector=connector, hasher=hasher)
         connector.scheduler.start(clock=self.scheduler.clock, notify=lambda: None)
         connector.meet()

@@ -3,7 +3,7 @@
 | interface | implementations |
 |---|---|
 | `Scheduler` | `UnifiedScheduler` |
-| `SchedulingPolicy` | `FCFS`, `Priority`, `ShortestPromptFirst`, `DeadlineFirst` |
+| `SchedulingPolicy` | `FCFS`, `Priority`, `ShortestPromptFirst`, `DeadlineFirst`, `LoadCost` |
 | `BlockPool`, `EvictionOrder` | `LRUBlockPool`, `LRUOrder` |
 | `SchedulerConnector`, `WorkerConnector`, `KVConnector` | null, loopback, NIXL, offload |
 | `ModelRunner` | `GPUModelRunner`, `FakeKVRunner` |

@@ -9,6 +9,7 @@ from pdcore.scheduler.base import (
     SkipCode,
 )
 from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
+from pdcore.scheduler.load_cost import LoadCost
 from pdcore.scheduler.policy import (
     FCFS,
     Admission,
@@ -30,6 +31,7 @@ __all__ = [
     "GrammarBackend",
     "GrammarMatcher",
     "Limits",
+    "LoadCost",
     "Priority",
     "RequestHandle",
     "RunningView",

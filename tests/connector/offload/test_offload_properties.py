@@ -33,7 +33,7 @@ def lives(random: Random, *, depth: int, background: bool = False) -> Counter[st
     with tempfile.TemporaryDirectory() as directory:
         for _ in range(random.randint(1, 3)):
             life = OffloadSimulation(random, Path(directory), depth=depth, background=background)
-            life.run(num_requests=random.randint(1, 25))
+            life.run(num_requests=random.randint(1, 40))
             counts.update(attrs.asdict(life.counts))
     return counts
 
@@ -51,7 +51,7 @@ def test_no_block_that_comes_back_is_another(random: Random, depth: int) -> None
 def test_the_lives_visit_what_they_are_for(background: bool) -> None:
     """Blocks are saved, come back from both tiers, and are lost."""
     counts: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in range(12):
         counts += lives(Random(seed), depth=1 + seed % 3, background=background)
     for name in ("num_saved", "num_loaded_from_host", "num_loaded_from_disk", "num_lost"):
         assert counts[name] > 10, counts
