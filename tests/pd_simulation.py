@@ -18,6 +18,7 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
+from pdcore.connector import KVConnector
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
 from pdcore.errors import InvalidRequest, InvalidTransferParams
 from pdcore.kvcache import KVCacheConfig
@@ -42,9 +43,7 @@ class PDEngine:
     ) -> None:
         self.random, self.depth = random, depth
         self.num_usable_blocks = random.randint(8, 60)
-        connector = LoopbackConnector(
-            fabric, engine_id=name, block_size=block_size, lease_s=random.choice((30, 3))
-        )
+        connector = self.make_connector(fabric, name, block_size)
         self.runner = FakeKVRunner(
             block_size=block_size,
             num_blocks=self.num_usable_blocks + 1,
@@ -76,6 +75,10 @@ class PDEngine:
         )
         self.ledger = Ledger()
         self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+
+    def make_connector(self, fabric: LoopbackFabric, name: str, block_size: int) -> KVConnector:
+        lease_s = self.random.choice((30, 3))
+        return LoopbackConnector(fabric, engine_id=name, block_size=block_size, lease_s=lease_s)
 
     def add(self, request: Request) -> None:
         try:
@@ -159,7 +162,7 @@ class PDSimulation:
                 side = random.choice((self.prefill, self.decode))
                 side.scheduler.abort_requests([f"r{random.randint(0, num_added)}"])
             if random.random() > 0.98:
-                self.fabric.restart("prefill")
+                self.restart()
             for output in self.prefill.step():
                 # The router loses one in twenty.
                 if output.kv_transfer_params is not None and random.random() < 0.95:
@@ -171,6 +174,9 @@ class PDSimulation:
             assert num_steps < 3000, f"no end: {self.prefill.scheduler} {self.decode.scheduler}"
         self.prefill.check_end()
         self.decode.check_end()
+
+    def restart(self) -> None:
+        self.fabric.restart("prefill")
 
     @property
     def has_requests(self) -> bool:

@@ -5,7 +5,7 @@
 | `Scheduler` | `UnifiedScheduler` |
 | `SchedulingPolicy` | `FCFS`, `Priority`, `ShortestPromptFirst`, `DeadlineFirst`, `LoadCost` |
 | `BlockPool`, `EvictionOrder` | `LRUBlockPool`, `LRUOrder` |
-| `SchedulerConnector`, `WorkerConnector`, `KVConnector` | null, loopback, NIXL, offload |
+| `SchedulerConnector`, `WorkerConnector`, `KVConnector` | null, loopback, NIXL, offload, multi |
 | `ModelRunner` | `GPUModelRunner`, `FakeKVRunner` |
 | `Executor` | `InProcessExecutor` |
 | `GrammarBackend`, `GrammarMatcher` | none yet: bring your own |

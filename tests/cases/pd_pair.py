@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,9 @@ class Scripted(NullSchedulerConnector):
         self.cancelled: list[TransferKey] = []
         self.cut_off_loads: list[TransferKey] = []
         self.events = ConnectorEvents()
+
+    def recognizes(self, params: Mapping[str, Any]) -> bool:
+        return True
 
     def get_num_new_matched_tokens(self, request: Request, num_local_tokens: int) -> ExternalMatch:
         if request.kv_transfer_params is None:

@@ -19,6 +19,7 @@ from pdcore.connector.base import (
     WorkerConnector,
 )
 from pdcore.connector.layout import KVLayout
+from pdcore.connector.multi import MultiConnector, MultiStats
 from pdcore.connector.null import NullConnector
 from pdcore.connector.stats import (
     ConnectorStats,
@@ -39,6 +40,8 @@ __all__ = [
     "KVLayout",
     "KVLoad",
     "LoadCounts",
+    "MultiConnector",
+    "MultiStats",
     "NullConnector",
     "OffloadCounts",
     "SchedulerConnector",

@@ -18,7 +18,7 @@ What is called when, in one step::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -160,6 +160,11 @@ class SchedulerConnector(ABC):
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:  # noqa: B027
         """Take what each rank's `WorkerConnector.get_handshake_metadata` returned, by rank."""
+
+    def recognizes(self, params: Mapping[str, Any]) -> bool:
+        """Whether ``kv_transfer_params``, unchecked ones, look like those that this connector hands
+        over. `MultiConnector` asks, to find out for whom they are; the default reads none."""
+        return False
 
     def request_added(self, request: Request, uid: int) -> None:  # noqa: B027
         """A request joins the queue. Check its ``kv_transfer_params``, renew its lease from now.

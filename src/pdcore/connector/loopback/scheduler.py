@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 
@@ -73,6 +74,9 @@ class LoopbackSchedulerConnector(SchedulerConnector):
 
     def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:
         self._engine.notify = notify
+
+    def recognizes(self, params: Mapping[str, Any]) -> bool:
+        return LoopbackTicket.is_in(params)
 
     def request_added(self, request: Request, uid: int) -> None:
         ticket = LoopbackTicket.from_params(request.kv_transfer_params)

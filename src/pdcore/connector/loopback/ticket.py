@@ -69,6 +69,11 @@ class LoopbackTicket:
             "lease_s": self.lease_s,
         }
 
+    @staticmethod
+    def is_in(params: Mapping[str, Any]) -> bool:
+        """Whether parameters say of themselves that `to_params` wrote them."""
+        return params.get("kind") == _KIND
+
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> LoopbackTicket | None:
         """Read what `to_params` wrote; None when the parameters ask for no load.

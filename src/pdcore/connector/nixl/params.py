@@ -115,6 +115,11 @@ class TransferParams:
             data["signature"] = _signature(data, key)
         return data
 
+    @staticmethod
+    def look_like(data: Mapping[str, Any]) -> bool:
+        """Whether a stranger's parameters may be such: other connectors' name their kind."""
+        return data.get(_FLAG) is True and "kind" not in data
+
     @classmethod
     def from_dict(
         cls,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 
@@ -25,6 +26,7 @@ from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.handing_over import HandOverDesk
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta
+from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.pulling import PullDesk
 from pdcore.connector.nixl.server import SideChannelServer, bind
 from pdcore.connector.nixl.worker_side import WorkerHandshake
@@ -135,6 +137,9 @@ class NixlSchedulerConnector(SchedulerConnector):
         endpoints = tuple(handshake.endpoint for handshake in ranks)
         self._parts.links.endpoints = endpoints
         self._parts.hand_overs.serve(endpoints, tuple(handshake.doorbell for handshake in ranks))
+
+    def recognizes(self, params: Mapping[str, Any]) -> bool:
+        return TransferParams.look_like(params)
 
     def request_added(self, request: Request, uid: int) -> None:
         params = request.kv_transfer_params

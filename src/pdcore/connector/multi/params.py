@@ -1,0 +1,75 @@
+"""``kv_transfer_params`` of several connectors: joined on one side, told apart on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pdcore.errors import InvalidTransferParams
+
+__all__ = ["is_joined", "join_params", "split_params"]
+
+_VERSION = 1
+_KIND = "multi"
+
+
+def join_params(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What to tell the decode side, as plain data that survives JSON.
+
+    Args:
+        parts: the parameters of each connector that has some, by name. Those of one alone are
+            returned unchanged.
+    """
+    if not parts:
+        return None
+    if len(parts) == 1:
+        (part,) = parts.values()
+        return dict(part)
+    return {
+        "do_remote_prefill": True,
+        "kind": _KIND,
+        "version": _VERSION,
+        "connectors": {name: dict(part) for name, part in parts.items()},
+    }
+
+
+def is_joined(params: Mapping[str, Any]) -> bool:
+    """Whether parameters say of themselves that `join_params` made them out of several."""
+    return params.get("kind") == _KIND
+
+
+def split_params(
+    params: Mapping[str, Any], known_names: Collection[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Read what `join_params` made out of several; whose part is whose, by name.
+
+    The parts are as unchecked as before: that is for their connectors to do.
+
+    Raises:
+        InvalidTransferParams: they are of another version, malformed, or for a connector that is
+            not here.
+    """
+    version = params.get("version")
+    if type(version) is not int or version != _VERSION:
+        raise InvalidTransferParams(
+            f"kv_transfer_params of several connectors are of version {version!r:.80}, this engine "
+            f"reads version {_VERSION}: run the same pdcore on both engines"
+        )
+    parts = params.get("connectors")
+    if params.get("do_remote_prefill") is not True or not isinstance(parts, Mapping) or not parts:
+        raise InvalidTransferParams(
+            f"kv_transfer_params['connectors']={parts!r:.80} is missing or malformed. "
+            "Pass on what the prefill engine returned, unchanged."
+        )
+    for name, part in parts.items():
+        if name not in known_names:
+            raise InvalidTransferParams(
+                f"kv_transfer_params are for a connector {name!r:.80}, this engine has "
+                f"{', '.join(map(repr, known_names))}: give the connectors of both engines the "
+                "same names"
+            )
+        if not isinstance(part, Mapping):
+            raise InvalidTransferParams(
+                f"kv_transfer_params['connectors'][{name!r}]={part!r:.80}: expected a mapping"
+            )
+    return dict(parts)
