@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from multi_halves import BLOCKS, HAND_OVER, Half, a_request, two
+from multi_halves import BLOCKS, HAND_OVER, Half, a_request, loading, two
 
 from pdcore.connector import ConnectorEvents, HandOver
 from pdcore.connector.multi.params import join_params
@@ -70,6 +70,19 @@ def test_the_parameters_of_several_find_theirs_through_json(order: tuple[str, ..
     for name, half in halves.items():
         own = {"do_remote_prefill": True, "kind": name}
         assert half.added == half.finished == half.refused == [own]
+
+
+def test_a_load_is_for_the_request_as_its_connector_knows_it() -> None:
+    """With the parameters that it was shown, also when the load is undone."""
+    _, far, multi = two()
+    far.match = 11
+    undone: list[Any] = []
+    far.undo_alloc = lambda *call: undone.append(call)  # type: ignore[method-assign]
+    request = a_request(joint_params())
+    multi.undo_alloc(request, loading(multi, request))
+    (load,) = far.loads
+    assert load.request.kv_transfer_params == far.added[0]
+    assert undone == [(load.request, load)]
 
 
 def test_an_engine_in_the_middle_hands_over_what_it_was_handed() -> None:

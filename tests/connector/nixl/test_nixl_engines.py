@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pdcore.clock import MonotonicClock
+from pdcore.connector import KVConnector
 from pdcore.connector.nixl import NixlConfig, NixlConnector
 from pdcore.kvcache import KVCacheManager, LRUBlockPool
 from pdcore.loop import Waker, step, wait
@@ -39,10 +40,11 @@ class WholeEngine:
         limits: dict[str, Any] | None = None,
         block_size: int = BLOCK_SIZE,
         num_blocks: int = NUM_BLOCKS,
+        connector: KVConnector | None = None,
         **config: Any,
     ) -> None:
         self.block_size, self.num_blocks = block_size, num_blocks
-        connector = NixlConnector(NixlConfig(block_size=block_size, **config))
+        connector = connector or NixlConnector(NixlConfig(block_size=block_size, **config))
         self.worker = connector.worker_side()
         self.executor = InProcessExecutor(self._make_runner, num_blocks=num_blocks)
         self.executor.start()

@@ -1,0 +1,100 @@
+"""Whole engines with several connectors at once, of which one or more are NIXL's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import pytest
+from test_nixl_engines import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, prompts, run_until
+
+from pdcore.connector import KVConnector, MultiConnector, NullConnector
+from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
+from pdcore.connector.nixl import NixlConfig, NixlConnector
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+
+WIRES = ["nixl", "other"]
+
+
+def nixl() -> NixlConnector:
+    return NixlConnector(NixlConfig(block_size=BLOCK_SIZE))
+
+
+@contextmanager
+def joined(
+    fabric: LoopbackFabric | None, **limits: Any
+) -> Iterator[tuple[WholeEngine, WholeEngine]]:
+    """A prefill and a decode engine with two wires between them; they prefer different ones.
+
+    Args:
+        fabric: of the other wire; None makes it one of NIXL's as well.
+        limits: of both.
+    """
+
+    def engine(name: str, order: list[str]) -> WholeEngine:
+        loopback = fabric and LoopbackConnector(fabric, engine_id=name, block_size=BLOCK_SIZE)
+        wires: dict[str, KVConnector] = {"nixl": nixl(), "other": loopback or nixl()}
+        connector = MultiConnector({wire: wires[wire] for wire in order})
+        return WholeEngine(connector=connector, limits=limits)
+
+    with ExitStack() as stack:
+        prefill = stack.enter_context(closing(engine("p", WIRES)))
+        yield prefill, stack.enter_context(closing(engine("d", WIRES[::-1])))
+
+
+def serve(prefill: WholeEngine, decode: WholeEngine, *, num: int, wires: set[str] | None) -> None:
+    """Hand over prompts; their tokens must be exact, and pools as empty as before."""
+    requests = []
+    for i, prompt in enumerate(prompts(num, seed=6, shared=9)):
+        params = json.loads(json.dumps(prefill.prefill(f"a{i}", prompt, decode)))
+        assert params.get("connectors", {}).keys() == (wires or set())
+        requests.append(decode.add(f"a{i}", prompt, max_tokens=12, params=params))
+    run_until(lambda: len(decode.ends) == num, decode, prefill)
+    for request in requests:
+        assert decode.tokens[request.request_id] == decode.runner.solo_tokens(request)
+        assert decode.ends[request.request_id].num_external_tokens > 0
+    run_until(lambda: prefill.num_free == decode.num_free == NUM_BLOCKS - 1, prefill, decode)
+    assert not decode.scheduler.has_requests()
+    assert not prefill.scheduler.has_requests()
+
+
+def num_finished(decode: WholeEngine) -> dict[str, int]:
+    """How many loads each wire brought."""
+    stats = decode.connector.stats()
+    return {name: each.loads.num_finished for name, each in stats.by_connector.items()}
+
+
+@pytest.mark.parametrize("is_loopback", [False, True])
+def test_a_prompt_comes_over_one_wire_and_both_let_go(is_loopback: bool) -> None:
+    """Over the one that the decode engine prefers."""
+    with joined(LoopbackFabric() if is_loopback else None) as (prefill, decode):
+        serve(prefill, decode, num=4, wires=set(WIRES))
+        assert num_finished(decode) == {"nixl": 0, "other": 4}
+        assert prefill.connector.stats().tickets.num_accepted == 4
+        assert prefill.connector.stats().tickets.num_released == 4
+
+
+def test_nixl_brings_what_the_other_wire_lost() -> None:
+    """A second try goes over the wire that has not failed."""
+    broken = LoopbackFabric(faults=LoopbackFaults(fail="the wire broke"))
+    with joined(broken, max_load_retries=1) as (prefill, decode):
+        serve(prefill, decode, num=2, wires=set(WIRES))
+        assert num_finished(decode) == {"nixl": 2, "other": 0}
+        assert decode.scheduler.stats().num_failed_loads == 2
+
+
+@pytest.mark.parametrize("who_has_one", ["prefill", "decode"])
+def test_an_engine_with_nixl_alone_works_with_one_that_has_more(who_has_one: str) -> None:
+    """What NIXL alone hands over, NIXL alone can read."""
+    several = MultiConnector({"none": NullConnector(), "nixl": nixl()})
+    prefill_only, decode_only = (
+        nixl() if who_has_one == side else several for side in ("prefill", "decode")
+    )
+    with (
+        closing(WholeEngine(connector=prefill_only)) as prefill,
+        closing(WholeEngine(connector=decode_only)) as decode,
+    ):
+        serve(prefill, decode, num=2, wires=None)
