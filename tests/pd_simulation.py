@@ -66,6 +66,7 @@ class PDEngine:
                 max_model_len=MAX_MODEL_LEN,
                 load_timeout_s=random.choice((20, 4)),
                 quarantine_timeout_s=random.choice((10, 5)),
+                max_quarantined_share=random.choice((1.0, 0.5, 0.1)),
                 max_num_parked=random.choice((100, 3, 1)),
                 on_load_failure=random.choice(("recompute", "fail")),
                 max_load_retries=random.choice((0, 1)),

@@ -108,7 +108,7 @@ def test_c2_blocks_of_an_aborted_load_are_nobodys_while_it_may_write(num_polls: 
     """B waits until A's load is reported, and what lands late is not seen by B."""
     pair = Pair(
         faults=LoopbackFaults(delay_polls=num_polls, late_write=True),
-        decode={"num_usable_blocks": 4},
+        decode={"num_usable_blocks": 4, "max_quarantined_share": 1.0},
     )
     decode = pair.decode
     params = pair.hand_over("a", prompt_of(3))
@@ -168,7 +168,11 @@ def test_c3_a_load_that_is_never_reported_is_cut_off_and_its_blocks_come_back() 
     """After its limit the quarantine ends by force; a report after that is ignored."""
     pair = Pair(
         faults=only("a", attrs.evolve(NEVER, duplicate=True)),
-        decode={"num_usable_blocks": 4, "quarantine_timeout_s": 20.0},
+        decode={
+            "num_usable_blocks": 4,
+            "quarantine_timeout_s": 20.0,
+            "max_quarantined_share": 1.0,
+        },
     )
     decode = pair.decode
     pair.send("a", prompt_of(3))
@@ -184,13 +188,19 @@ def test_c3_a_load_that_is_never_reported_is_cut_off_and_its_blocks_come_back() 
     pair.run()
     decode.assert_as_if_alone("b")
     assert decode.scheduler.stats().num_late_events == 1
+    assert decode.scheduler.stats().num_cut_off_loads == 1
     pair.assert_idle()
 
 
 def test_c3_a_connector_that_stays_silent_is_told_again_and_nothing_is_freed() -> None:
     """Without its word that nothing writes, the blocks are never given to anybody."""
     connector = ScriptedConnector()
-    engine = Engine(num_usable_blocks=4, connector=connector, quarantine_timeout_s=20.0)
+    engine = Engine(
+        num_usable_blocks=4,
+        connector=connector,
+        quarantine_timeout_s=20.0,
+        max_quarantined_share=1.0,
+    )
     engine.add("a", prompt_of(3), kv_transfer_params={})
     engine.step()
     transfer = connector.side.loads["a"].transfer
@@ -200,6 +210,7 @@ def test_c3_a_connector_that_stays_silent_is_told_again_and_nothing_is_freed() -
         engine.step()
     assert connector.side.cancelled == [transfer]
     assert connector.side.cut_off_loads == [transfer] * 2
+    assert engine.scheduler.stats().num_cut_off_loads == 1
     assert engine.scheduler.explain("b").code is SkipCode.NO_BLOCKS
     assert engine.scheduler.stats().num_quarantined_blocks == 3
     connector.side.report(failed=[transfer])

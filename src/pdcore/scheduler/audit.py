@@ -41,7 +41,7 @@ def audit(core: Core) -> None:
         raise InvariantBroken("a row has computed tokens without blocks for them")
     _audit_batch(core)
     _audit_keys(core)
-    held = {id(hold) for hold in (*core.quarantine.values(), *core.handed_over.values())}
+    held = {id(hold) for hold in (*core.quarantine.holds, *core.handed_over.values())}
     if held != {id(hold) for hold in manager.pool.holds()}:
         raise InvariantBroken("the pool's holds are not those of hand-overs and quarantine")
 

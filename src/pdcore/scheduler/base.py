@@ -45,6 +45,8 @@ class Limits:
         grammar_timeout_s: how long a request waits for its grammar before it ends with ``error``.
         quarantine_timeout_s: how long a cancelled load may keep blocks before its peer is
             cut off.
+        max_quarantined_share: what share of the pool cancelled loads may keep at once. Above it the
+            peers of the oldest are cut off as soon as the workers, told to end them, have not.
 
     Raises:
         ConfigError: a bound is out of its range, or two contradict each other.
@@ -63,6 +65,7 @@ class Limits:
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     grammar_timeout_s: float = 60.0
     quarantine_timeout_s: float = 60.0
+    max_quarantined_share: float = 0.5
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_parked"):
@@ -74,6 +77,10 @@ class Limits:
         for name in ("load_timeout_s", "grammar_timeout_s", "quarantine_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be more than 0 seconds")
+        if not 0 <= self.max_quarantined_share <= 1:
+            raise ConfigError(
+                f"max_quarantined_share={self.max_quarantined_share}: must be between 0 and 1"
+            )
         if self.on_load_failure not in ("recompute", "fail"):
             raise ConfigError(
                 f"on_load_failure={self.on_load_failure!r}: must be 'recompute' or 'fail'"
@@ -146,7 +153,10 @@ class SchedulerStats:
         num_failed_loads, num_recomputed_tokens: loads that ended badly, and what they cost.
         num_late_events: connector events that were late, repeated or unknown.
         num_policy_errors: calls of array hooks that raised.
-        num_quarantined_blocks: blocks in quarantine now.
+        num_cut_off_loads: cancelled loads that were stopped by force, because of their age or of
+            how many blocks were in quarantine.
+        num_quarantined_blocks, max_num_quarantined_blocks: blocks in quarantine now, and how many
+            may be before the oldest loads are cut off.
         connector: what became of hand-overs and loads, as the connector counts it.
     """
 
@@ -158,6 +168,7 @@ class SchedulerStats:
     num_free_blocks: int
     num_usable_blocks: int
     num_quarantined_blocks: int
+    max_num_quarantined_blocks: int
     num_steps: int
     num_scheduled_tokens: int
     num_preemptions: int
@@ -167,6 +178,7 @@ class SchedulerStats:
     num_external_tokens: int
     num_failed_loads: int
     num_recomputed_tokens: int
+    num_cut_off_loads: int
     num_late_events: int
     num_policy_errors: int
     connector: ConnectorStats = attrs.field(factory=ConnectorStats)

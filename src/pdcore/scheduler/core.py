@@ -21,6 +21,7 @@ from pdcore.scheduler.alarms import Alarms
 from pdcore.scheduler.base import Limits, Skip, SkipCode
 from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
 from pdcore.scheduler.policy import SchedulingPolicy
+from pdcore.scheduler.quarantine import Quarantine
 from pdcore.scheduler.state import RequestState, move
 from pdcore.scheduler.table import RequestTable
 from pdcore.scheduler.waiting import QueueNumbers, WaitingTable
@@ -43,6 +44,7 @@ class Counters:
     num_external_tokens: int = 0
     num_failed_loads: int = 0
     num_recomputed_tokens: int = 0
+    num_cut_off_loads: int = 0
     num_late_events: int = 0
     num_policy_errors: int = 0
 
@@ -89,7 +91,11 @@ class Core:
     )
     parked: dict[int, RequestState] = attrs.field(factory=dict)
     compiling: dict[int, Future[GrammarMatcher]] = attrs.field(factory=dict)
-    quarantine: dict[TransferKey, Hold] = attrs.field(factory=dict)
+    quarantine: Quarantine = attrs.field(
+        default=attrs.Factory(
+            lambda self: Quarantine.of(self.limits, self.manager), takes_self=True
+        )
+    )
     handed_over: dict[str, Hold] = attrs.field(factory=dict)
     in_flight: list[SchedulerOutput] = attrs.field(factory=list)
     departed: dict[tuple[int, int], RequestState] = attrs.field(factory=dict)
@@ -338,11 +344,19 @@ class Core:
 
     def _quarantine(self, transfer: TransferKey, block_ids: npt.NDArray[np.int32]) -> None:
         deadline = self.clock.now() + self.limits.quarantine_timeout_s
-        self.quarantine[transfer] = self.manager.pool.hold(
+        hold = self.manager.pool.hold(
             block_ids, owner=transfer, reason=HoldReason.QUARANTINE, deadline=deadline
         )
+        self.quarantine.add(transfer, hold, told_in=self.step_id + 1)
         self.alarms.set(("quarantine", transfer), deadline)
         self.call_off(transfer)
+
+    def find_crowding(self) -> list[TransferKey]:
+        """Cancelled loads that keep more blocks than they may, though workers know of them."""
+        if not self.quarantine:
+            return []
+        answered = self.in_flight[0].step_id - 1 if self.in_flight else self.step_id
+        return self.quarantine.find_excess(answered=answered)
 
     def call_off(self, transfer: TransferKey) -> None:
         """Tell the connector that nobody wants a load any more."""

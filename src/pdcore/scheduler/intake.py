@@ -36,6 +36,7 @@ class Intake:
                 core.fail(state, cause)
         if core.connector is not None:
             self._take_events()
+            self._end_crowding()
         if core.compiling:
             self._take_grammars()
         for name in core.alarms.take_due(now):
@@ -149,7 +150,7 @@ class Intake:
     def _quiet(self, transfer: TransferKey) -> None:
         """Nothing writes to the blocks of a cancelled load any more."""
         core = self._core
-        hold = core.quarantine.pop(transfer, None)
+        hold = core.quarantine.remove(transfer)
         if hold is None:
             core.counters.num_late_events += 1
             return
@@ -196,13 +197,25 @@ class Intake:
                     cause = f"no completion within {core.limits.load_timeout_s:g} s"
                     self._recover(parked, 0, cause, still_written=True)
             case ("quarantine", TransferKey() as transfer):
-                self._cut_off(transfer)
+                limit_s = core.limits.quarantine_timeout_s
+                self._cut_off(transfer, f"though {limit_s:g} s have passed since it was called off")
 
-    def _cut_off(self, transfer: TransferKey) -> None:
+    def _end_crowding(self) -> None:
+        """Cancelled loads keep too many blocks to wait any longer for the oldest of them."""
+        quarantine = self._core.quarantine
+        for transfer in self._core.find_crowding():
+            self._cut_off(
+                transfer,
+                f"while {quarantine.num_blocks} blocks are in quarantine, where "
+                f"{quarantine.max_num_blocks} may be",
+            )
+
+    def _cut_off(self, transfer: TransferKey, when: str) -> None:
         """A cancelled load was not reported in time: end whatever may still write, then wait."""
         core = self._core
         assert core.connector is not None
-        logger.warning("load %s is still in flight after its limit; cutting off its peer", transfer)
+        logger.warning("load %s is still in flight %s; cutting off its peer", transfer, when)
+        core.counters.num_cut_off_loads += core.quarantine.cut_off(transfer)
         core.alarms.set(
             ("quarantine", transfer), core.clock.now() + core.limits.quarantine_timeout_s
         )

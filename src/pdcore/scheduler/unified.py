@@ -301,7 +301,7 @@ class UnifiedScheduler(Scheduler):
         core = self._core
         if core.in_flight or core.outbox or core.failing or core.finished_rows or core.has_news:
             return True
-        if any(future.done() for future in core.compiling.values()):
+        if any(future.done() for future in core.compiling.values()) or core.find_crowding():
             return True
         wakeup = self.next_wakeup()
         if wakeup is not None and wakeup <= core.clock.now():
@@ -376,7 +376,8 @@ class UnifiedScheduler(Scheduler):
             num_held_for_peers=len(core.handed_over),
             num_free_blocks=pool.num_free_blocks,
             num_usable_blocks=pool.num_usable_blocks,
-            num_quarantined_blocks=sum(hold.block_ids.size for hold in core.quarantine.values()),
+            num_quarantined_blocks=core.quarantine.num_blocks,
+            max_num_quarantined_blocks=core.quarantine.max_num_blocks,
             connector=ConnectorStats() if core.connector is None else core.connector.stats(),
             **attrs.asdict(core.counters),
         )
