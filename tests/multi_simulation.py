@@ -1,4 +1,5 @@
-"""A random life of a prefill and a decode engine that are joined by two bad wires at once."""
+"""A random life of a prefill and a decode engine that are joined by two bad wires at once, and may
+each keep KV in host memory as well."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from offload_simulation import make_config
 from pd_simulation import PDEngine, PDSimulation
 from pdcore import VirtualClock
 from pdcore.connector import KVConnector, MultiConnector, SchedulerConnector, WorkerConnector
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric
+from pdcore.connector.offload import OffloadConnector
 
 __all__ = ["MultiPDEngine", "MultiPDSimulation"]
 
@@ -58,7 +61,11 @@ class _Moody(KVConnector):
 
 
 class MultiPDEngine(PDEngine):
-    """One side of the pair, with a connector on each wire, in any order of preference."""
+    """One side of the pair, with a connector on each wire and perhaps one to host memory, in any
+    order of preference."""
+
+    # Small, so that prefixes come back after they were evicted.
+    pool_blocks = (8, 24)
 
     def __init__(self, *args: Any, far: LoopbackFabric, **options: Any) -> None:
         self._far = far
@@ -66,19 +73,28 @@ class MultiPDEngine(PDEngine):
 
     def make_connector(self, fabric: LoopbackFabric, name: str, block_size: int) -> KVConnector:
         random = self.random
-        fabrics = [("near", fabric), ("far", self._far)]
-        random.shuffle(fabrics)
-        connectors = {
-            wire: LoopbackConnector(
-                each, engine_id=name, block_size=block_size, lease_s=random.choice((30, 3))
+        connectors: list[tuple[str, KVConnector]] = [
+            (
+                wire,
+                LoopbackConnector(
+                    each, engine_id=name, block_size=block_size, lease_s=random.choice((30, 3))
+                ),
             )
-            for wire, each in fabrics
-        }
-        return MultiConnector({wire: _Moody(each, random) for wire, each in connectors.items()})
+            for wire, each in (("near", fabric), ("far", self._far))
+        ]
+        if random.random() < 0.5:
+            config = make_config(
+                block_size, num_host_blocks=random.randint(1, 60), background=False
+            )
+            connectors.append(("host", OffloadConnector(config)))
+        random.shuffle(connectors)
+        return MultiConnector({name: _Moody(each, random) for name, each in connectors})
 
 
 class MultiPDSimulation(PDSimulation):
     """Two fabrics between the engines; each can be bad, and restart, by itself."""
+
+    num_prefixes = 5
 
     def __init__(self, random: Random, *, depth: int) -> None:
         self._far: LoopbackFabric | None = None

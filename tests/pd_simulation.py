@@ -31,6 +31,8 @@ MAX_MODEL_LEN = 100
 class PDEngine:
     """One side of the pair."""
 
+    pool_blocks = (8, 60)
+
     def __init__(
         self,
         random: Random,
@@ -42,13 +44,14 @@ class PDEngine:
         depth: int,
     ) -> None:
         self.random, self.depth = random, depth
-        self.num_usable_blocks = random.randint(8, 60)
+        self.num_usable_blocks = random.randint(*self.pool_blocks)
         connector = self.make_connector(fabric, name, block_size)
+        worker_side = connector.worker_side()
         self.runner = FakeKVRunner(
             block_size=block_size,
             num_blocks=self.num_usable_blocks + 1,
             vocab_size=VOCAB_SIZE,
-            connector=connector.worker_side(),
+            connector=worker_side,
         )
         spec = self.runner.get_kv_cache_spec()
         self.runner.initialize_from_config(
@@ -57,6 +60,7 @@ class PDEngine:
         self.pool = LRUBlockPool(self.num_usable_blocks + 1, block_size)
         scheduler_side = connector.scheduler_side()
         scheduler_side.start(clock=clock, notify=lambda: None)
+        scheduler_side.set_xfer_handshake_metadata([worker_side.get_handshake_metadata()])
         max_num_seqs = random.randint(1, 5)
         self.scheduler = UnifiedScheduler(
             KVCacheManager(self.pool),
@@ -123,6 +127,8 @@ class PDEngine:
 class PDSimulation:
     """Requests go through prefill, a router that may lose them, and decode."""
 
+    num_prefixes = 2
+
     def __init__(
         self, random: Random, *, depth: int, make_engine: Callable[..., PDEngine] = PDEngine
     ) -> None:
@@ -136,7 +142,9 @@ class PDSimulation:
             )
             for name in ("prefill", "decode")
         )
-        self.prefixes = [[(7 * i + 13 * j) % 46 + 4 for i in range(60)] for j in range(2)]
+        self.prefixes = [
+            [(7 * i + 13 * j) % 46 + 4 for i in range(60)] for j in range(self.num_prefixes)
+        ]
         self.sent: dict[str, Request] = {}
 
     def faults(self) -> LoopbackFaults:

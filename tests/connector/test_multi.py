@@ -28,6 +28,7 @@ from pdcore.connector import (
     LoadCounts,
     MultiConnector,
     NullConnector,
+    OffloadCounts,
     SchedulerConnector,
     TicketCounts,
     WorkerConnector,
@@ -153,13 +154,16 @@ def test_numbers_are_added_up_and_kept_apart() -> None:
     near, far, multi = two()
     numbers = {
         "near": ConnectorStats(tickets=TicketCounts(num_granted=2), loads=LoadCounts(num_late=1)),
-        "far": ConnectorStats(tickets=TicketCounts(num_granted=3, num_expired=1)),
+        "far": ConnectorStats(
+            tickets=TicketCounts(num_granted=3, num_expired=1), offload=OffloadCounts(num_lost=2)
+        ),
     }
     near.stats = lambda: numbers["near"]  # type: ignore[method-assign]
     far.stats = lambda: numbers["far"]  # type: ignore[method-assign]
     stats = multi.stats()
     assert stats.tickets == TicketCounts(num_granted=5, num_expired=1)
     assert stats.loads == LoadCounts(num_late=1)
+    assert stats.offload == OffloadCounts(num_lost=2)
     assert stats.by_connector == numbers
 
 

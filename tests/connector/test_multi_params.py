@@ -35,6 +35,18 @@ def test_the_parameters_of_one_are_passed_on_unchanged() -> None:
     assert hand_over.transfer_id is not None
 
 
+def test_parameters_that_another_might_take_for_its_own_keep_their_name() -> None:
+    """Two connectors of one kind: what one hands over alone is still that one's."""
+    halves = {"a": Half("x"), "b": Half("x")}
+    multi = MultiSchedulerConnector(halves)
+    params = {"do_remote_prefill": True, "kind": "x"}
+    halves["b"].wish = HandOver(kv_transfer_params=params)
+    hand_over = finished(multi, HAND_OVER)
+    assert hand_over is not None
+    multi.request_added(a_request(hand_over.kv_transfer_params), 2)
+    assert (halves["a"].added[-1], halves["b"].added[-1]) == (None, params)
+
+
 @pytest.mark.usefixtures("quiet_log")
 def test_one_that_fails_to_hand_over_leaves_it_to_the_other() -> None:
     """A hand-over by one of two is a hand-over."""

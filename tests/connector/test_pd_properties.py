@@ -37,4 +37,4 @@ def test_no_fault_of_the_wire_gives_a_wrong_token_a_hang_or_a_leak(
 @given(random=st.randoms(use_true_random=False))
 def test_several_connectors_are_as_safe_as_one(random: Random, depth: int) -> None:
     """Two wires, each with faults of its own, and connectors that raise: as with one."""
-    MultiPDSimulation(random, depth=depth).run(num_requests=random.randint(1, 12))
+    MultiPDSimulation(random, depth=depth).run(num_requests=random.randint(1, 20))

@@ -13,6 +13,7 @@ from test_nixl_engines import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, prompts, run_
 from pdcore.connector import KVConnector, MultiConnector, NullConnector
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
 from pdcore.connector.nixl import NixlConfig, NixlConnector
+from pdcore.connector.offload import OffloadConfig, OffloadConnector
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
 
@@ -98,3 +99,24 @@ def test_an_engine_with_nixl_alone_works_with_one_that_has_more(who_has_one: str
         closing(WholeEngine(connector=decode_only)) as decode,
     ):
         serve(prefill, decode, num=2, wires=None)
+
+
+@pytest.mark.parametrize("order", [("host", "nixl"), ("nixl", "host")])
+def test_what_came_over_the_wire_comes_back_from_host_memory(order: tuple[str, str]) -> None:
+    """A prompt is read from the prefill engine once; evicted, it is had from this one's host."""
+    host = OffloadConnector(OffloadConfig(host_bytes=1 << 20))
+    connectors: dict[str, KVConnector] = {"host": host, "nixl": nixl()}
+    connector = MultiConnector({name: connectors[name] for name in order})
+    with closing(WholeEngine()) as prefill, closing(WholeEngine(connector=connector)) as decode:
+        prompt = prompts(1, seed=7, shared=20)[0]
+        decode.add("a", prompt, max_tokens=5, params=prefill.prefill("a", prompt))
+        run_until(lambda: "a" in decode.ends, decode, prefill)
+        for i, other in enumerate(prompts(6, seed=8, shared=0)):
+            decode.add(f"other{i}", other * 3, max_tokens=1)
+        run_until(lambda: len(decode.ends) == 7, decode)
+        again = decode.add("again", prompt, max_tokens=9)
+        run_until(lambda: "again" in decode.ends, decode)
+        assert decode.tokens["again"] == decode.runner.solo_tokens(again)
+        assert decode.ends["again"].num_external_tokens > 0
+        assert num_finished(decode) == {"host": 1, "nixl": 1}
+        run_until(lambda: prefill.num_free == decode.num_free == NUM_BLOCKS - 1, prefill, decode)

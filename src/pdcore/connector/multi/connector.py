@@ -22,9 +22,10 @@ class MultiConnector(KVConnector):
       that says "ask me later" is waited for. After a failed load the one that failed comes last
       for that request.
     - Hand-overs: each connector may keep the blocks. They are let go when all of them have.
-    - ``kv_transfer_params``: those of a single connector are passed on unchanged, those of several
-      under one mapping, by name. On the other side they go to the connector of that name; unchanged
-      ones to the first that recognizes and accepts them.
+    - ``kv_transfer_params``: those of a single connector are passed on unchanged, unless another
+      would take them for its own; those of several under one mapping, by name. On the other side
+      they go to the connector of that name; unchanged ones to the first that recognizes and
+      accepts them.
     - Faults: a connector that raises for one request is passed over for it, and the log says so.
       Where going on could use KV that is not there (a load that a step relies on, a save, KV about
       to be overwritten), the step fails as it does with one connector.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pdcore.connector.base import HandOver
 from pdcore.connector.multi.params import join_params
@@ -18,8 +19,16 @@ class JointHandOvers:
         self._names: dict[tuple[str, str], str] = {}
         self._num_open: dict[str, int] = {}
 
-    def join(self, wishes: Mapping[str, HandOver]) -> HandOver | None:
-        """One hand-over out of those that connectors want, by their name."""
+    def join(
+        self, wishes: Mapping[str, HandOver], *, is_clear: Callable[[str, Mapping[str, Any]], bool]
+    ) -> HandOver | None:
+        """One hand-over out of those that connectors want.
+
+        Args:
+            wishes: by the connector's name.
+            is_clear: says whose name need not be sent along with its parameters, since nobody else
+                can take them for his own.
+        """
         if not wishes:
             return None
         kept = {
@@ -38,7 +47,10 @@ class JointHandOvers:
             for name, wish in wishes.items()
             if wish.kv_transfer_params is not None
         }
-        return HandOver(transfer_id=transfer_id, kv_transfer_params=join_params(params))
+        is_plain = all(is_clear(name, part) for name, part in params.items())
+        return HandOver(
+            transfer_id=transfer_id, kv_transfer_params=join_params(params, is_plain=is_plain)
+        )
 
     def is_known(self, connector: str, transfer_id: str) -> bool:
         """Whether a connector has taken part in this hand-over, and not let go of it yet."""

@@ -13,16 +13,18 @@ _VERSION = 1
 _KIND = "multi"
 
 
-def join_params(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def join_params(
+    parts: Mapping[str, Mapping[str, Any]], *, is_plain: bool = True
+) -> dict[str, Any] | None:
     """What to tell the decode side, as plain data that survives JSON.
 
     Args:
-        parts: the parameters of each connector that has some, by name. Those of one alone are
-            returned unchanged.
+        parts: the parameters of each connector that has some, by name.
+        is_plain: whether those of one alone are returned unchanged, without its name.
     """
     if not parts:
         return None
-    if len(parts) == 1:
+    if len(parts) == 1 and is_plain:
         (part,) = parts.values()
         return dict(part)
     return {

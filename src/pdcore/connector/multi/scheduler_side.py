@@ -135,7 +135,7 @@ class MultiSchedulerConnector(SchedulerConnector):
             )
             if wish is not None:
                 wishes[name] = wish
-        return self._hand_overs.join(wishes)
+        return self._hand_overs.join(wishes, is_clear=self._is_clear)
 
     # Loads.
 
@@ -335,6 +335,14 @@ class MultiSchedulerConnector(SchedulerConnector):
             logger.exception("connector %r raised in request_added(%s)", name, view.request_id)
         else:
             shared.views[name] = view
+
+    def _is_clear(self, name: str, params: Mapping[str, Any]) -> bool:
+        """Whether no other connector takes these parameters for its own."""
+        return not any(
+            self._ask(other, half.recognizes, params, otherwise=False)
+            for other, half in self._halves.items()
+            if other != name
+        )
 
     def _withdraw(self, shared: SharedRequest, uid: int) -> None:
         """A request that some connectors know of was refused by another."""

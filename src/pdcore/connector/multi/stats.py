@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any
 
 import attrs
 
-from pdcore.connector.stats import ConnectorStats, LoadCounts, TicketCounts
+from pdcore.connector.stats import ConnectorStats
 
 __all__ = ["MultiStats"]
 
 _MAX_NUM_TRANSFERS = 1024
-
-CountsT = TypeVar("CountsT", TicketCounts, LoadCounts)
 
 
 @attrs.frozen(kw_only=True)
@@ -37,18 +35,23 @@ class MultiStats(ConnectorStats):
         each = by_connector.values()
         transfers = [transfer for stats in each for transfer in stats.transfers]
         transfers.sort(key=lambda transfer: transfer.ended_at)
+        sums = {
+            name: _sum(getattr(ConnectorStats(), name), [getattr(stats, name) for stats in each])
+            for name in attrs.fields_dict(ConnectorStats)
+            if name != "transfers"
+        }
         return cls(
-            tickets=_sum(TicketCounts(), (stats.tickets for stats in each)),
-            loads=_sum(LoadCounts(), (stats.loads for stats in each)),
             transfers=tuple(transfers[-_MAX_NUM_TRANSFERS:]),
             by_connector=dict(by_connector),
             num_dropped_events=num_dropped_events,
+            **sums,
         )
 
 
-def _sum(start: CountsT, counts: Iterable[CountsT]) -> CountsT:
-    totals = attrs.asdict(start)
+def _sum(zero: Any, counts: Iterable[Any]) -> Any:
+    """Add up counts of one class, field by field."""
+    totals = attrs.asdict(zero)
     for each in counts:
         for name in totals:
             totals[name] += getattr(each, name)
-    return type(start)(**totals)
+    return type(zero)(**totals)
