@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -815,6 +815,42 @@ def test_c28_a_transport_that_raises_costs_its_own_requests_alone(method: str, c
         else:
             assert "transport is gone" in str(end.cause)
     engine.scheduler.check()
+
+
+@pytest.mark.usefixtures("quiet_log")
+@pytest.mark.parametrize("on_load_failure", ["recompute", "fail"])
+@pytest.mark.parametrize("num_raised", [1, 2, 1000])
+def test_c28_no_step_relies_on_a_load_that_nobody_was_told_of(
+    num_raised: int, on_load_failure: Literal["recompute", "fail"]
+) -> None:
+    """Without orders for a load that its step needs, it is planned anew, at last without it."""
+    pair = Pair()
+    loopback = LoopbackConnector(pair.fabric, engine_id="sync", block_size=BLOCK_SIZE)
+    connector = Troubled(Synchronous(loopback), "build_connector_meta", lambda n: n < num_raised)
+    engine = Engine(
+        connector=connector,
+        clock=pair.clock,
+        block_size=BLOCK_SIZE,
+        on_load_failure=on_load_failure,
+    )
+    for index in range(3):
+        prompt = prompt_of(2, more=index, seed=index)
+        params = pair.hand_over(f"r{index}", prompt)
+        engine.add(f"r{index}", prompt, max_tokens=5, kv_transfer_params=params)
+        engine.add(f"local{index}", 20, max_tokens=5)
+    engine.run()
+    engine.assert_as_if_alone(*(f"local{index}" for index in range(3)))
+    are_lost = num_raised > 1
+    for index in range(3):
+        end = engine.end(f"r{index}")
+        if are_lost and on_load_failure == "fail":
+            assert end.finish_reason is FinishReason.ERROR
+            assert "2 steps that were to begin it failed" in str(end.cause)
+        else:
+            engine.assert_as_if_alone(f"r{index}")
+            assert bool(end.num_external_tokens) is not are_lost
+    assert engine.scheduler.stats().num_failed_loads == (3 if are_lost else 0)
+    engine.assert_idle()
 
 
 class BreaksOnOrders(Troubled):

@@ -8,7 +8,7 @@ from pdcore.messages import SchedulerOutput
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.state import RequestState
 
-__all__ = ["take_back", "undo_exactly"]
+__all__ = ["count_lost_load", "take_back", "undo_exactly"]
 
 _MAX_LOST_LOADS = 2
 
@@ -54,11 +54,13 @@ def _take_back_safely(core: Core, output: SchedulerOutput, *, dispatched: bool) 
         core.preempt(state)
         if state.load is not None and state.load_step == output.step_id:
             core.call_off(state.load.transfer)
-            _lose_load(core, state, dispatched=dispatched)
+            if dispatched:
+                count_lost_load(core, state)
     for state in list(core.parked.values()):
         if state.load_step == output.step_id:
             core.restart(state)
-            _lose_load(core, state, dispatched=dispatched)
+            if dispatched:
+                count_lost_load(core, state)
     manager.pool.withdraw(output.step_id)
     manager.pool.commit(output.step_id)
     manager.recount_published(table.running)
@@ -68,15 +70,15 @@ def _take_back_safely(core: Core, output: SchedulerOutput, *, dispatched: bool) 
     core.finished_rows = output.finished_rows.tolist() + core.finished_rows
 
 
-def _lose_load(core: Core, state: RequestState, *, dispatched: bool) -> None:
-    """Count a load whose step failed on a worker: once may be chance, twice it is the load."""
-    state.num_lost_loads += dispatched
-    if not dispatched or state.num_lost_loads < _MAX_LOST_LOADS:
+def count_lost_load(core: Core, state: RequestState) -> None:
+    """Count a load whose step failed: once may be chance, twice it is the load."""
+    state.num_lost_loads += 1
+    if state.num_lost_loads < _MAX_LOST_LOADS:
         return
     core.count_failed_load(state)
     if core.limits.on_load_failure == "fail" and not state.ask_connector:
         core.fail(
             state,
             f"remote KV could not be loaded: {state.num_lost_loads} steps that were to begin it "
-            "failed on a worker",
+            "failed",
         )

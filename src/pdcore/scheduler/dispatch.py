@@ -13,6 +13,7 @@ from pdcore.masks import all_set
 from pdcore.messages import NewRequestData, SchedulerOutput
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
+from pdcore.scheduler.state import RequestState
 
 __all__ = ["Dispatch"]
 
@@ -22,6 +23,14 @@ Rows = npt.NDArray[np.intp]
 
 _NO_ROWS = np.zeros(0, np.int32)
 _ONE = np.array(1, np.int64)
+
+
+class OrdersLost(Exception):
+    """The connector could not say what the workers are to load, and these rows rely on it."""
+
+    def __init__(self, states: list[RequestState]) -> None:
+        super().__init__(f"{len(states)} rows of this step need a load that was not ordered")
+        self.states = states
 
 
 class Dispatch:
@@ -81,14 +90,19 @@ class Dispatch:
             block_ids=delta.ids,
             finished_rows=np.array(finished_rows, np.int32) if finished_rows else _NO_ROWS,
         )
-        return output if core.connector is None else self._with_meta(output)
+        return output if core.connector is None else self._with_meta(output, plan)
 
-    def _with_meta(self, output: SchedulerOutput) -> SchedulerOutput:
+    def _with_meta(self, output: SchedulerOutput, plan: Plan) -> SchedulerOutput:
         connector = self._core.connector
         assert connector is not None
         try:
             meta = connector.build_connector_meta(output)
-        except Exception:
+        except Exception as error:
+            started = map(self._core.table.state, plan.admitted_rows)
+            relying = [state for state in started if state.load_step == output.step_id]
+            if relying:
+                # Their rows would read blocks that nobody was told to fill.
+                raise OrdersLost(relying) from error
             logger.exception("the connector's build_connector_meta() raised; its loads time out")
             return output
         return output if meta is None else attrs.evolve(output, connector_meta=meta)

@@ -32,7 +32,7 @@ from pdcore.messages import (
     TransferReport,
 )
 from pdcore.request import FinishReason, Request, RequestStatus
-from pdcore.scheduler.abandon import take_back, undo_exactly
+from pdcore.scheduler.abandon import count_lost_load, take_back, undo_exactly
 from pdcore.scheduler.admission import AdmissionPass
 from pdcore.scheduler.audit import audit, fingerprint, raise_if_stalled
 from pdcore.scheduler.base import (
@@ -45,7 +45,7 @@ from pdcore.scheduler.base import (
 )
 from pdcore.scheduler.commit import Commit
 from pdcore.scheduler.core import Core
-from pdcore.scheduler.dispatch import Dispatch
+from pdcore.scheduler.dispatch import Dispatch, OrdersLost
 from pdcore.scheduler.grammar import GrammarBackend
 from pdcore.scheduler.intake import Intake
 from pdcore.scheduler.loading import Loading
@@ -188,6 +188,16 @@ class UnifiedScheduler(Scheduler):
                 core.outbox.append(core.finish(state, FinishReason.ABORT))
 
     def schedule(self) -> SchedulerOutput:
+        while True:
+            try:
+                return self._plan()
+            except OrdersLost as lost:
+                # Nothing of that plan is left. Each request is planned with a load twice at most.
+                logger.exception("the connector's build_connector_meta() raised; planning again")
+                for state in lost.states:
+                    count_lost_load(self._core, state)
+
+    def _plan(self) -> SchedulerOutput:
         core = self._core
         now = core.clock.now()
         self._intake.run(now)
