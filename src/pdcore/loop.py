@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 import attrs
 import numpy as np
 
+from pdcore.checks import check_count
 from pdcore.clock import Clock
-from pdcore.errors import ConfigError
 from pdcore.messages import ModelRunnerOutput, SchedulerOutput, StepResult, TransferReport
 from pdcore.runner.executor.base import Executor
 from pdcore.scheduler.base import RequestHandle, Scheduler
@@ -134,8 +134,7 @@ class BatchQueue:
         depth: int = 2,
         aborts: Callable[[], Iterable[str | RequestHandle]] = tuple,
     ) -> None:
-        if not isinstance(depth, int) or depth < 1:
-            raise ConfigError(f"depth={depth!r}: pass how many plans may be under way, at least 1")
+        check_count("depth", depth)
         self.depth = depth
         self._scheduler = scheduler
         self._executor = executor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from pdcore.checks import check_count
 from pdcore.errors import ConfigError
 
 __all__ = ["KVLayout"]
@@ -54,9 +55,9 @@ class KVLayout:
             "tp_size",
         )
         for name in counts:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        if not 0 <= self.tp_rank < self.tp_size:
+            check_count(name, getattr(self, name))
+        check_count("tp_rank", self.tp_rank, at_least=0)
+        if not self.tp_rank < self.tp_size:
             raise ConfigError(f"tp_rank={self.tp_rank}: must be one of {self.tp_size} ranks")
 
     @property

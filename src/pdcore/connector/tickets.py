@@ -10,10 +10,11 @@ from typing import Any
 
 import attrs
 
+from pdcore.checks import check_count
 from pdcore.clock import Clock
 from pdcore.connector.stats import TicketCounts
 from pdcore.connector.ticket_contents import TicketContents
-from pdcore.errors import ConfigError, InvariantBroken, TransferError
+from pdcore.errors import InvariantBroken, TransferError
 
 __all__ = ["TicketAnswer", "TicketRegistry", "asks_for_hand_over"]
 
@@ -71,8 +72,7 @@ class TicketRegistry:
     """
 
     def __init__(self, clock: Clock, *, max_num_remembered: int = 4096) -> None:
-        if max_num_remembered < 1:
-            raise ConfigError(f"max_num_remembered={max_num_remembered}: must be at least 1")
+        check_count("max_num_remembered", max_num_remembered)
         self._clock = clock
         self._max_num_remembered = max_num_remembered
         self._lock = threading.Lock()

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.checks import check_count
 from pdcore.errors import ConfigError
 from pdcore.kvcache.events import KVEvent
 from pdcore.kvcache.holds import Hold, HoldReason
@@ -65,12 +66,12 @@ class BlockPool(ABC):
     reports_events: bool = True
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        check_count("num_blocks", num_blocks)
+        check_count("block_size", block_size)
         if num_blocks < 2:
             raise ConfigError(
                 f"num_blocks={num_blocks}: at least 2 are needed, since block 0 is the null block"
             )
-        if block_size < 1:
-            raise ConfigError(f"block_size={block_size}: must be at least 1")
         self.num_blocks = int(num_blocks)
         self.block_size = int(block_size)
         self._listeners: list[CommitListener] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from pdcore.checks import check_count
 from pdcore.errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "KVCacheConfig", "KVCacheSpec"]
@@ -34,12 +35,11 @@ class KVCacheSpec:
 
     def __attrs_post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+            check_count(name, getattr(self, name))
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {sorted(DTYPE_BYTES)}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window={self.sliding_window}: must be at least 1, or None")
+        if self.sliding_window is not None:
+            check_count("sliding_window", self.sliding_window)
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import attrs
 
+from pdcore.checks import check_count, check_flag, check_positive, check_share
 from pdcore.connector.stats import ConnectorStats
 from pdcore.errors import ConfigError
 from pdcore.messages import (
@@ -49,7 +50,7 @@ class Limits:
             peers of the oldest are cut off as soon as the workers, told to end them, have not.
 
     Raises:
-        ConfigError: a bound is out of its range, or two contradict each other.
+        ConfigError: a bound is of the wrong type or out of its range, or two contradict each other.
     """
 
     max_num_seqs: int = 256
@@ -69,18 +70,16 @@ class Limits:
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_parked"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+            check_count(name, getattr(self, name))
         for name in ("long_prefill_token_threshold", "max_load_retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
+            check_count(name, getattr(self, name), at_least=0)
+        for name in ("max_loras", "vocab_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         for name in ("load_timeout_s", "grammar_timeout_s", "quarantine_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be more than 0 seconds")
-        if not 0 <= self.max_quarantined_share <= 1:
-            raise ConfigError(
-                f"max_quarantined_share={self.max_quarantined_share}: must be between 0 and 1"
-            )
+            check_positive(name, getattr(self, name))
+        check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
+        check_share("max_quarantined_share", self.max_quarantined_share)
         if self.on_load_failure not in ("recompute", "fail"):
             raise ConfigError(
                 f"on_load_failure={self.on_load_failure!r}: must be 'recompute' or 'fail'"

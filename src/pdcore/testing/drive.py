@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import attrs
 import numpy as np
 
+from pdcore.checks import check_count
 from pdcore.clock import VirtualClock
-from pdcore.errors import ConfigError
 from pdcore.messages import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepResult
 from pdcore.request import FinishReason, Request
 from pdcore.runner.base import ModelRunner
@@ -66,8 +66,7 @@ class Driver:
         checks: bool = True,
         max_idle_steps: int = 200,
     ) -> None:
-        if num_in_flight < 1:
-            raise ConfigError(f"num_in_flight={num_in_flight}: must be at least 1")
+        check_count("num_in_flight", num_in_flight)
         self.scheduler = scheduler
         self.delivered: dict[str, Delivered] = {}
         self._runner = runner

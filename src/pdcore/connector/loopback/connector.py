@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdcore.checks import check_count, check_positive
 from pdcore.connector.base import KVConnector
 from pdcore.connector.loopback.fabric import LoopbackEngine, LoopbackFabric
 from pdcore.connector.loopback.scheduler import LoopbackSchedulerConnector
@@ -32,9 +33,8 @@ class LoopbackConnector(KVConnector):
     def __init__(
         self, fabric: LoopbackFabric, *, engine_id: str, block_size: int, lease_s: float = 30.0
     ) -> None:
-        for name, value in (("block_size", block_size), ("lease_s", lease_s)):
-            if not value > 0:
-                raise ConfigError(f"{name}={value}: must be more than 0")
+        check_count("block_size", block_size)
+        check_positive("lease_s", lease_s)
         self._fabric = fabric
         self._block_size = block_size
         self._lease_s = lease_s

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import attrs
 
+from pdcore.checks import check_count, check_positive
 from pdcore.connector.nixl.addresses import AllowedPeers, is_loopback
 from pdcore.errors import ConfigError
 
@@ -82,20 +82,21 @@ class NixlConfig:
 
     def __attrs_post_init__(self) -> None:
         for name in ("block_size", "max_params_bytes", "max_num_connections"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         for name in ("max_connections_per_peer", "max_staging_bytes"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         for name in ("lease_s", "request_timeout_s", "load_poll_s", "busy_poll_s"):
-            _check_seconds(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("idle_poll_s", "stall_timeout_s", "idle_peer_timeout_s"):
-            _check_seconds(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if len(self.engine_id) > 256 or not self.engine_id.isprintable():
             raise ConfigError(
                 f"engine_id={self.engine_id!r}: pass a line of at most 256 characters"
             )
         if not isinstance(self.advertised_host, str) or not self.advertised_host.isprintable():
             raise ConfigError(f"advertised_host={self.advertised_host!r}: pass a host name")
-        if not isinstance(self.port, int) or not 0 <= self.port < 65536:
+        check_count("port", self.port, at_least=0)
+        if not self.port < 65536:
             raise ConfigError(f"port={self.port}: pass 1..65535, or 0 for a free one")
         self._check_key()
         AllowedPeers(self.allowed_peers)
@@ -113,13 +114,3 @@ class NixlConfig:
             raise ConfigError(
                 f"the key has {len(self.key)} bytes: pass at least {_MIN_KEY_BYTES} random ones"
             )
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}: must be an integer, at least 1")
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}={value}: must be a finite number of seconds above 0")

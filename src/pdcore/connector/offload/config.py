@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
 import attrs
 
+from pdcore.checks import check_count, check_flag, check_positive
 from pdcore.errors import ConfigError
 
 __all__ = ["OffloadConfig"]
@@ -52,13 +52,11 @@ class OffloadConfig:
 
     def __attrs_post_init__(self) -> None:
         for name, least in (("host_bytes", 1), ("disk_bytes", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r}: must be an integer, at least {least}")
+            check_count(name, getattr(self, name), at_least=least)
         for name in ("poll_s", "host_bytes_per_s", "disk_bytes_per_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value}: must be a finite number above 0")
+            check_positive(name, getattr(self, name))
+        check_flag("persistent", self.persistent)
+        check_flag("background", self.background)
         if self.disk_bytes and self.directory is None:
             raise ConfigError(
                 f"disk_bytes={self.disk_bytes} without a directory: say where the files go"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
+from pdcore.checks import check_count
 from pdcore.connector.stats import TransferStats
 from pdcore.errors import ConfigError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
@@ -39,8 +40,7 @@ class TransferReportMerger:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        if num_ranks < 1:
-            raise ConfigError(f"num_ranks={num_ranks}: must be at least 1")
+        check_count("num_ranks", num_ranks)
         self._num_ranks = num_ranks
         self._loads: dict[TransferKey, _Load] = {}
         self._sent: dict[str, set[int]] = {}

@@ -1,0 +1,44 @@
+"""Checks of settings: each says what was passed, and what should be."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from pdcore.errors import ConfigError
+
+__all__ = ["check_count", "check_flag", "check_positive", "check_share"]
+
+
+def check_count(name: str, value: Any, *, at_least: int = 1) -> None:
+    """Raise `ConfigError` unless ``value`` is an integer, numpy's included, that is large enough
+    and fits into 64 bits. A bool is none."""
+    try:
+        is_count = not isinstance(value, bool) and at_least <= operator.index(value) < 2**63
+    except TypeError:
+        is_count = False
+    if not is_count:
+        raise ConfigError(f"{name}={value!r:.80}: must be an integer, at least {at_least}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r:.80}: must be True or False")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless ``value`` is a finite number above 0."""
+    if not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}={value!r:.80}: must be a finite number above 0")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless ``value`` is a number from 0 to 1."""
+    if not (_is_number(value) and 0 <= value <= 1):
+        raise ConfigError(f"{name}={value!r:.80}: must be between 0 and 1")
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, bool | str | bytes)
