@@ -13,7 +13,7 @@ from pdcore.clock import MonotonicClock
 from pdcore.connector.base import FinishedBlocks, KVCaches, KVLoad
 from pdcore.connector.nixl import NixlConfig, NixlConnector
 from pdcore.loop import Waker
-from pdcore.messages import SchedulerOutput, TransferKey
+from pdcore.messages import NewRequestData, SchedulerOutput, TransferKey
 from pdcore.request import FinishReason, Request, SamplingParams
 
 __all__ = ["BLOCK_SIZE", "EMPTY_PLAN", "KVEngine", "KVShape", "expected_words", "prompt_of"]
@@ -101,9 +101,55 @@ class KVEngine:
 
     def hand_over(self, block_ids: list[int], first: int = 0) -> dict[str, Any]:
         """A ticket for blocks that are taken to hold `prompt_of` their number."""
-        request = self._request(len(block_ids), {"do_remote_decode": True}, first)
+        return self._finish(self._begin(block_ids, first), block_ids)
+
+    def prefill(
+        self,
+        block_ids: list[int],
+        *,
+        first: int = 0,
+        num_steps: int,
+        step_s: float,
+        push_to: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """`hand_over` after some steps of a device of its own, each of which fills a share of the
+        blocks.
+
+        Returns:
+            The ticket, and when the last step ended, on the system's monotonic clock.
+        """
+        request = self._begin(block_ids, first, push_to)
+        row = _new_row(request, self._num_requests, block_ids)
+        num_tokens = -(-request.num_prompt_tokens // num_steps)
+        for start in range(0, request.num_prompt_tokens, num_tokens):
+            self.scheduler.take_events()
+            end = min(start + num_tokens, request.num_prompt_tokens)
+            meta = self.scheduler.build_connector_meta(_a_step(row, start, end))
+            self.worker.start_load_kv(meta)
+            time.sleep(step_s)
+            self.worker.wait_for_save()
+            self.scheduler.update_connector_output(self.worker.get_finished())
+        ended_at = time.monotonic()
+        ticket = self._finish(request, block_ids)
+        # The router of a real pair would pass the ticket on meanwhile; this one waits its turn.
+        limit = ended_at + _LIMIT_S
+        while (pushes := self.scheduler.stats().pushes).num_ended < pushes.num_started:
+            if time.monotonic() > limit:
+                raise RuntimeError(f"a push did not end within {_LIMIT_S:g} s")
+            self._sleep(1.0)
+            self.step()
+        return {"ticket": ticket, "ended_at": ended_at}
+
+    def _begin(
+        self, block_ids: list[int], first: int, push_to: dict[str, Any] | None = None
+    ) -> Request:
+        params = {"do_remote_decode": True, "push_to": push_to}
+        request = self._request(len(block_ids), params, first)
         self._num_requests += 1
         self.scheduler.request_added(request, self._num_requests)
+        return request
+
+    def _finish(self, request: Request, block_ids: list[int]) -> dict[str, Any]:
         blocks = FinishedBlocks(
             block_ids=np.array(block_ids, np.int32),
             generations=np.ones(len(block_ids), np.int64),
@@ -115,13 +161,15 @@ class KVEngine:
         assert handed.kv_transfer_params is not None
         return handed.kv_transfer_params
 
-    def read(self, ticket: dict[str, Any], block_ids: npt.NDArray[np.int32]) -> dict[str, float]:
+    def read(
+        self, ticket: dict[str, Any], block_ids: npt.NDArray[np.int32], first: int = 0
+    ) -> dict[str, float]:
         """Redeem a ticket as an idle engine's loop does; return what it took, in milliseconds.
 
         Raises:
             RuntimeError: the load failed, or what arrived is not what was there.
         """
-        request = self._request(block_ids.size, ticket)
+        request = self._request(block_ids.size, ticket, first)
         self._num_requests += 1
         uid = self._num_requests
         began_at, cpu_s = self.clock.now(), time.process_time()
@@ -165,6 +213,7 @@ class KVEngine:
         meta = self.scheduler.build_connector_meta(EMPTY_PLAN)
         if meta is not None:
             self.worker.start_load_kv(meta)
+            self.worker.wait_for_save()
             self.scheduler.update_connector_output(self.worker.get_finished())
         return events.finished_recving
 
@@ -208,6 +257,33 @@ class KVEngine:
         if not (ends == expected_words(np.array(ticket["block_ids"]))[:, None]).all():
             raise RuntimeError("the blocks that arrived are not those of the ticket")
         self.buffer[block_ids, 0] = self.buffer[block_ids, -1] = 0
+
+
+def _new_row(request: Request, uid: int, block_ids: list[int]) -> NewRequestData:
+    return NewRequestData(
+        row=0,
+        epoch=uid,
+        uid=uid,
+        request_id=request.request_id,
+        token_ids=request.prompt_token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=0,
+        block_ids=np.array(block_ids, np.int32),
+        sampling=request.sampling,
+    )
+
+
+def _a_step(row: NewRequestData, start: int, end: int) -> SchedulerOutput:
+    """A plan that computes some of a prompt, in row 0."""
+    return attrs.evolve(
+        EMPTY_PLAN,
+        rows=np.zeros(1, np.int32),
+        epochs=np.full(1, row.epoch, np.int32),
+        num_scheduled_tokens=np.full(1, end - start, np.int32),
+        num_computed_tokens=np.full(1, start, np.int32),
+        samples=np.full(1, end == row.num_prompt_tokens),
+        scheduled_new_reqs=() if start else (row,),
+    )
 
 
 def _no_blocks() -> FinishedBlocks:

@@ -53,6 +53,11 @@ class Peer:
         self._engine.step()
         return self._engine.hand_over(block_ids, first)
 
+    def prefill(self, **settings: Any) -> dict[str, Any]:
+        """Compute a prompt step by step, sending it ahead if there is leave, and hand it over."""
+        assert self._engine is not None
+        return self._engine.prefill(**settings)
+
     def close(self) -> None:
         """End the engine."""
         if self._engine is not None:
@@ -73,5 +78,10 @@ class Peer:
 
 if __name__ == "__main__":
     peer = Peer()
-    serve({name: getattr(peer, name) for name in ("start", "raw", "serve_raw", "ticket", "rest")})
+    serve(
+        {
+            name: getattr(peer, name)
+            for name in ("start", "raw", "serve_raw", "ticket", "prefill", "rest")
+        }
+    )
     peer.close()

@@ -27,6 +27,7 @@ __all__ = [
     "LoadFailure",
     "ModelRunnerOutput",
     "NewRequestData",
+    "PushReport",
     "RequestOutput",
     "RowError",
     "SchedulerOutput",
@@ -63,6 +64,26 @@ class LoadFailure:
 
 
 @attrs.frozen(kw_only=True)
+class PushReport:
+    """A rank sends nothing of a push any more.
+
+    Args:
+        push_id: which push; attempt: which beginning of it.
+        rank: who says so.
+        num_blocks: how many blocks, from the first on, arrived in whole.
+        cause: why there are no more, for people; empty if all that was ordered arrived.
+        was_cut: whether a write was ended by force, so that parts of it may still arrive.
+    """
+
+    push_id: str
+    attempt: int
+    rank: int
+    num_blocks: int
+    cause: str = ""
+    was_cut: bool = False
+
+
+@attrs.frozen(kw_only=True)
 class TransferReport:
     """What a worker's connector has to say since its last report.
 
@@ -72,15 +93,17 @@ class TransferReport:
         failed: loads that ended otherwise. Once a load is in here, or in ``finished_recving``, the
             connector writes to its blocks no more.
         measured: what finished reads took, from connectors that measure.
+        pushed: pushes that ended on a rank, from connectors that send KV ahead.
     """
 
     finished_sending: tuple[str, ...] = ()
     finished_recving: tuple[TransferKey, ...] = ()
     failed: tuple[LoadFailure, ...] = ()
     measured: tuple[TransferStats, ...] = ()
+    pushed: tuple[PushReport, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving or self.failed)
+        return bool(self.finished_sending or self.finished_recving or self.failed or self.pushed)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -23,8 +23,10 @@ from pdcore.connector.multi import MultiConnector, MultiStats
 from pdcore.connector.null import NullConnector
 from pdcore.connector.stats import (
     ConnectorStats,
+    LandingCounts,
     LoadCounts,
     OffloadCounts,
+    PushCounts,
     TicketCounts,
     TransferStats,
 )
@@ -39,11 +41,13 @@ __all__ = [
     "KVConnector",
     "KVLayout",
     "KVLoad",
+    "LandingCounts",
     "LoadCounts",
     "MultiConnector",
     "MultiStats",
     "NullConnector",
     "OffloadCounts",
+    "PushCounts",
     "SchedulerConnector",
     "TicketCounts",
     "TransferStats",

@@ -6,7 +6,15 @@ import attrs
 
 from pdcore.messages import TransferKey
 
-__all__ = ["ConnectorStats", "LoadCounts", "OffloadCounts", "TicketCounts", "TransferStats"]
+__all__ = [
+    "ConnectorStats",
+    "LandingCounts",
+    "LoadCounts",
+    "OffloadCounts",
+    "PushCounts",
+    "TicketCounts",
+    "TransferStats",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -120,6 +128,51 @@ class OffloadCounts:
 
 
 @attrs.frozen(kw_only=True)
+class PushCounts:
+    """What became of the pushes that an engine was asked for.
+
+    Args:
+        num_started: pushes that the other engine agreed to.
+        num_ended: those that it was told the end of, or could not be told of any more.
+        num_refused: those that it did not agree to, or that could not be asked for.
+        num_blocks: blocks that were sent and vouched for.
+        num_restarts: how often a push began anew, since its request had lost its blocks.
+    """
+
+    num_started: int = 0
+    num_ended: int = 0
+    num_refused: int = 0
+    num_blocks: int = 0
+    num_restarts: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class LandingCounts:
+    """What became of the pushes that an engine expected, and of its staging slots.
+
+    Args:
+        num_expected: pushes that slots were set aside for.
+        num_declined: those for which no slot was free.
+        num_refused: claims and ends that were not what had been agreed on.
+        num_landed: pushes whose writer vouched for what it wrote.
+        num_used: those of them that a load took its KV from.
+        num_lost: claimed ones that brought nothing, or that nobody wanted.
+        num_slots, num_free_slots: slots there are, and those that nobody uses, now.
+        num_quarantined_slots: those that nobody wants and somebody may still write to, now.
+    """
+
+    num_expected: int = 0
+    num_declined: int = 0
+    num_refused: int = 0
+    num_landed: int = 0
+    num_used: int = 0
+    num_lost: int = 0
+    num_slots: int = 0
+    num_free_slots: int = 0
+    num_quarantined_slots: int = 0
+
+
+@attrs.frozen(kw_only=True)
 class ConnectorStats:
     """A snapshot of a connector's scheduler half; counters since it was made.
 
@@ -129,9 +182,13 @@ class ConnectorStats:
         transfers: the newest thousand reads, in the order in which they ended. Empty for connectors
             that measure nothing.
         offload: what it keeps beyond the pool. All zero on connectors that keep nothing.
+        pushes: what it sent ahead of its hand-overs.
+        landings: what it was sent ahead.
     """
 
     tickets: TicketCounts = TicketCounts()
     loads: LoadCounts = LoadCounts()
     transfers: tuple[TransferStats, ...] = ()
     offload: OffloadCounts = OffloadCounts()
+    pushes: PushCounts = PushCounts()
+    landings: LandingCounts = LandingCounts()

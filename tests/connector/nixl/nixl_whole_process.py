@@ -44,6 +44,12 @@ def _answer(engine: Any, command: str, arguments: Any) -> Any:
     if command == "end":
         end = engine.ends.get(*arguments)
         return None if end is None else (engine.tokens[arguments[0]], end)
+    if command == "step":
+        engine.scheduler.resume()
+        engine.step()
+        return engine.scheduler.pause()
+    if command == "num_pushes":
+        return engine.scheduler.stats().connector.pushes.num_started
     if command in ("pause", "resume"):
         return getattr(engine.scheduler, command)()
     if command == "num_free":

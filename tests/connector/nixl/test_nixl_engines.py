@@ -56,7 +56,7 @@ class WholeEngine:
         spec = self.runner.get_kv_cache_spec()
         self.scheduler = UnifiedScheduler(
             KVCacheManager(self.pool, groups=(spec,)),
-            limits=Limits(max_num_batched_tokens=64, max_num_seqs=8, **(limits or {})),
+            limits=Limits(**{"max_num_batched_tokens": 64, "max_num_seqs": 8} | (limits or {})),
             connector=self.connector,
             clock=self.clock,
         )

@@ -27,6 +27,7 @@ def join_reports(reports: Mapping[str, TransferReport]) -> TransferReport:
         finished_recving=tuple(key for report in each for key in report.finished_recving),
         failed=tuple(failure for report in each for failure in report.failed),
         measured=tuple(stats for report in each for stats in report.measured),
+        pushed=tuple(push for report in each for push in report.pushed),
     )
 
 
@@ -48,4 +49,5 @@ def part_of(
         finished_recving=tuple(key for key in report.finished_recving if owner_of(key) == name),
         failed=tuple(failure for failure in report.failed if owner_of(failure.transfer) == name),
         measured=tuple(stats for stats in report.measured if owner_of(stats.transfer) == name),
+        pushed=report.pushed,  # their names are unique, so each knows its own
     )

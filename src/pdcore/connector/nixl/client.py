@@ -1,4 +1,4 @@
-"""The side channel's calling end, in the engine that takes KV."""
+"""The side channel's calling end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pdcore.connector.nixl.protocol import (
     Hello,
     Message,
     ProtocolError,
+    Pushing,
     Refusal,
     Release,
     Renew,
@@ -85,7 +86,7 @@ class PeerClient:
             self._idle.pop().close()
 
     def _turn(self, request: Message) -> AbstractAsyncContextManager[None]:
-        return self._patient if isinstance(request, Release | Renew) else nullcontext()
+        return self._patient if isinstance(request, Pushing | Release | Renew) else nullcontext()
 
     async def _ask_over_any(self, request: Message) -> Message:
         while self._idle:

@@ -53,6 +53,8 @@ class NixlConfig:
         idle_peer_timeout_s: without a read for so long, what was set up for a peer is let go.
         max_staging_bytes: how much host memory may hold the blocks of one peer of another shape on
             their way; taken only for such peers.
+        push_staging_bytes: how much host memory of each rank takes what peers push before it is
+            asked for; 0 takes no pushes. What does not fit is read as without pushes.
         doorbell_host: where an engine's scheduler half and its workers listen for each other.
 
     Raises:
@@ -78,6 +80,7 @@ class NixlConfig:
     stall_timeout_s: float = 30.0
     idle_peer_timeout_s: float = 300.0
     max_staging_bytes: int = 64 << 20
+    push_staging_bytes: int = 0
     doorbell_host: str = "127.0.0.1"
 
     def __attrs_post_init__(self) -> None:
@@ -89,6 +92,7 @@ class NixlConfig:
             check_positive(name, getattr(self, name))
         for name in ("idle_poll_s", "stall_timeout_s", "idle_peer_timeout_s"):
             check_positive(name, getattr(self, name))
+        check_count("push_staging_bytes", self.push_staging_bytes, at_least=0)
         if len(self.engine_id) > 256 or not self.engine_id.isprintable():
             raise ConfigError(
                 f"engine_id={self.engine_id!r}: pass a line of at most 256 characters"

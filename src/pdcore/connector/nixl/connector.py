@@ -15,12 +15,13 @@ __all__ = ["NixlConnector"]
 
 
 class NixlConnector(KVConnector):
-    """Moves KV between engines with NIXL, in pull mode: the decode engine reads.
+    """Moves KV between engines with NIXL: the decode engine reads.
 
     A prompt computed with ``kv_transfer_params={"do_remote_decode": True}`` leaves a ticket, which
     another engine redeems when it is given to a request with the same prompt. What the decode
     engine read counts only once the prefill engine has vouched that the blocks were held all the
-    time.
+    time. With leave from `NixlSchedulerConnector.expect_push` the prefill engine sends what it has
+    computed ahead of that, into staging memory, and only the rest is read.
 
     Args:
         config: settings; without an engine id, one is made here.

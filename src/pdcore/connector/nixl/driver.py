@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import attrs
 
@@ -80,6 +80,7 @@ class TicketDriver:
         link: to the peer.
         clock: whose seconds the lease is counted in.
         tell: takes facts; called on the control thread.
+        landed: waits until what the peer pushes for the ticket is here, or given up.
     """
 
     def __init__(
@@ -90,12 +91,14 @@ class TicketDriver:
         link: PeerLink,
         clock: Clock,
         tell: Callable[[Fact], None],
+        landed: Callable[[TransferParams], Awaitable[None]],
     ) -> None:
         self._uid = uid
         self._params = params
         self._link = link
         self._clock = clock
         self._tell = tell
+        self._landed = landed
         self._is_over = False
         self._leased_until = clock.now() + params.lease_s
 
@@ -108,8 +111,9 @@ class TicketDriver:
         self._is_over = True
 
     async def introduce(self) -> None:
-        """Shake hands with the peer, and tell how that went."""
+        """Shake hands with the peer, wait for what it pushes, and tell how that went."""
         try:
+            await self._landed(self._params)
             peer = await self._link.describe()
         except (HandshakeRefused, PeerRestarted) as error:
             self._tell(IntroductionFailed(uid=self._uid, cause=str(error), is_final=True))

@@ -70,8 +70,14 @@ class HandOverDesk:
         self._endpoints = endpoints
         self._doorbells = doorbells
 
-    def hand_over(self, request: Request, blocks: FinishedBlocks) -> HandOver | None:
+    def hand_over(
+        self, request: Request, blocks: FinishedBlocks, *, push_id: str = ""
+    ) -> HandOver | None:
         """Issue a ticket for the prompt's KV; None when there is none to hand over.
+
+        Args:
+            request: the request; blocks: what it leaves.
+            push_id: the push that sent parts of it ahead, or empty.
 
         Raises:
             ConfigError: no worker has registered its KV memory, so nobody could read it.
@@ -84,7 +90,7 @@ class HandOverDesk:
                 "a hand-over was asked for before set_xfer_handshake_metadata: pass it what each "
                 "worker's get_handshake_metadata returned"
             )
-        params = self._params(request, blocks, num_tokens)
+        params = self._params(request, blocks, num_tokens, push_id)
         self.registry.grant(params.transfer_id, params.contents, lease_s=self._config.lease_s)
         return HandOver(
             transfer_id=params.transfer_id,
@@ -120,7 +126,9 @@ class HandOverDesk:
             self._ring(_RING_S)
         return is_reading
 
-    def _params(self, request: Request, blocks: FinishedBlocks, num_tokens: int) -> TransferParams:
+    def _params(
+        self, request: Request, blocks: FinishedBlocks, num_tokens: int, push_id: str
+    ) -> TransferParams:
         block_size = self._config.block_size
         num_blocks = -(-num_tokens // block_size)
         if num_blocks > blocks.block_ids.size:
@@ -143,6 +151,7 @@ class HandOverDesk:
             tp_size=len(self._endpoints),
             lease_s=self._config.lease_s,
             prompt_digest=prompt_digest(request),
+            push_id=push_id,
         )
 
     def _describe(self) -> Description:

@@ -1,4 +1,4 @@
-"""What a decode engine's control thread keeps for one prefill engine."""
+"""What an engine's control thread keeps for one that it asks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.protocol import (
     Accept,
     Answer,
+    Claim,
     Describe,
     Description,
     Message,
@@ -23,6 +24,7 @@ from pdcore.connector.nixl.protocol import (
     Release,
     Renew,
 )
+from pdcore.connector.nixl.push_params import PushParams
 from pdcore.errors import HandshakeRefused, PeerLost
 
 __all__ = ["PeerLink"]
@@ -35,7 +37,7 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 class PeerLink:
-    """Speaks with one life of one prefill engine, and remembers its handshake.
+    """Speaks with one life of one engine, and remembers its handshake.
 
     Every method is a coroutine of the control thread and ends within the request timeout.
 
@@ -48,7 +50,7 @@ class PeerLink:
 
     def __init__(
         self,
-        params: TransferParams,
+        params: TransferParams | PushParams,
         *,
         name: EngineName,
         config: NixlConfig,
@@ -89,7 +91,7 @@ class PeerLink:
         return await asyncio.shield(self._handshake)
 
     async def _shake_hands(self) -> PeerInfo:
-        description = await self._ask(Describe(), Description)
+        description = await self.ask(Describe(), Description)
         return PeerInfo(
             peer_id=self._peer_id,
             name=self.where,
@@ -108,17 +110,35 @@ class PeerLink:
 
     async def renew(self, transfer_id: str) -> Answer:
         """Ask for the lease to start afresh. Raises as `describe` does."""
-        return await self._ask(Renew(transfer_id=transfer_id), Answer)
+        return await self.ask(Renew(transfer_id=transfer_id), Answer)
+
+    async def claim(self, claim: Claim) -> PeerInfo:
+        """Ask for leave to push; return the peer's staging memory.
+
+        Raises:
+            PeerLost: the peer does not answer, or is another one.
+            HandshakeRefused: it does not agree, or its KV is of another shape or its slots are
+                fewer than the claim's.
+        """
+        description = await self.ask(claim, Description)
+        if self._must_reshape(description):
+            raise HandshakeRefused(
+                f"{self.where} has blocks or ranks of another size than this engine: KV can be "
+                "pushed between equal shapes only. It will be read instead"
+            )
+        if any(max(claim.slots) >= rank.region.num_blocks for rank in description.ranks):
+            raise HandshakeRefused(f"{self.where} named a slot that it does not have")
+        return PeerInfo(peer_id=self._peer_id, name=self.where, ranks=description.ranks)
 
     async def accept(self, transfer_id: str, contents_digest: str, read: str) -> Answer:
         """Ask whether what one read brought is good. Raises as `describe` does."""
         question = Accept(transfer_id=transfer_id, contents_digest=contents_digest, read=read)
-        return await self._ask(question, Answer)
+        return await self.ask(question, Answer)
 
     async def announce(self, transfer_id: str) -> None:
         """Say that a read begins. It may get lost: the read is then slower."""
         try:
-            await self._ask(Reading(transfer_id=transfer_id), Answer)
+            await self.ask(Reading(transfer_id=transfer_id), Answer)
         except (PeerLost, HandshakeRefused) as error:
             logger.debug("could not announce a read: %s", error)
 
@@ -126,7 +146,7 @@ class PeerLink:
         """Give a ticket back. When the peer cannot be told, the ticket's lease ends it."""
         for attempt in range(_NUM_RELEASE_TRIES):
             try:
-                await self._ask(Release(transfer_id=transfer_id, reason=reason), Answer)
+                await self.ask(Release(transfer_id=transfer_id, reason=reason), Answer)
                 return
             except HandshakeRefused:
                 return
@@ -138,7 +158,8 @@ class PeerLink:
         """Close the connections."""
         self._client.close()
 
-    async def _ask(self, request: Message, reply_type: type[ReplyT]) -> ReplyT:
+    async def ask(self, request: Message, reply_type: type[ReplyT]) -> ReplyT:
+        """Ask anything that is answered with ``reply_type``. Raises as `describe` does."""
         reply = await self._client.ask(request)
         if isinstance(reply, Refusal):
             raise HandshakeRefused(f"{self.where} refused: {reply.reason}")

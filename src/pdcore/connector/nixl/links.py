@@ -1,4 +1,4 @@
-"""The prefill engines that a decode engine knows."""
+"""The engines that an engine asks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.link import PeerLink
 from pdcore.connector.nixl.meta import RankEndpoint
 from pdcore.connector.nixl.params import TransferParams
+from pdcore.connector.nixl.push_params import PushParams
 
 __all__ = ["PeerLinks"]
 
@@ -43,8 +44,8 @@ class PeerLinks:
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self.endpoints: tuple[RankEndpoint, ...] = ()
 
-    def get(self, params: TransferParams) -> PeerLink:
-        """The link to a ticket's engine, for one more user; see `PeerLink.num_users`."""
+    def get(self, params: TransferParams | PushParams) -> PeerLink:
+        """The link to a ticket's or push's engine, for one more user; see `PeerLink.num_users`."""
         now = self._clock.now()
         self._let_go_unused(now)
         address = (params.host, params.port, params.peer_id)

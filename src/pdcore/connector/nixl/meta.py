@@ -10,7 +10,16 @@ from pdcore.connector.layout import KVLayout
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.messages import TransferKey
 
-__all__ = ["Doorbell", "NixlMeta", "PeerCutOff", "PeerInfo", "RankEndpoint", "ReadTask"]
+__all__ = [
+    "Doorbell",
+    "NixlMeta",
+    "PeerCutOff",
+    "PeerInfo",
+    "PushStop",
+    "PushTask",
+    "RankEndpoint",
+    "ReadTask",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -77,6 +86,8 @@ class ReadTask:
         local_block_ids, remote_block_ids: int32, of equal length, in order of position.
         num_local_tokens: how many tokens are good if the read fails.
         num_external_tokens: how many tokens after them the load brings.
+        staged_slots: int32, one for each block: the slot of this engine's own staging memory that
+            holds it, or -1 where it must be read. None means that all must be.
     """
 
     transfer: TransferKey
@@ -85,6 +96,40 @@ class ReadTask:
     remote_block_ids: npt.NDArray[np.int32]
     num_local_tokens: int
     num_external_tokens: int = 0
+    staged_slots: npt.NDArray[np.int32] | None = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PushTask:
+    """Blocks that are complete once this step's forward pass is done, to be sent to a peer.
+
+    Args:
+        push_id: the push.
+        attempt: counts how often it began anew.
+        peer: its ``ranks`` are the peer's staging memory.
+        first: position of the first block in the prompt.
+        block_ids, slots: int32, of equal length: the i-th block goes into the i-th slot.
+    """
+
+    push_id: str
+    attempt: int
+    peer: PeerInfo
+    first: int
+    block_ids: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int32]
+
+
+@attrs.frozen(kw_only=True)
+class PushStop:
+    """An order to end a push: report it as soon as nothing of it is written any more.
+
+    Args:
+        push_id: the push.
+        is_wanted: whether what was ordered before should still be sent.
+    """
+
+    push_id: str
+    is_wanted: bool
 
 
 @attrs.frozen(kw_only=True)
@@ -103,10 +148,15 @@ class NixlMeta:
         reads: loads to start.
         cancels: loads that nobody wants any more.
         cut_offs: peers to let go of.
-        doorbell: where to say that a load ended, so that nobody need ask; None says nothing.
+        doorbell: where to say that a load or push ended, so that nobody need ask; None says
+            nothing.
+        pushes: blocks to send once the step's forward pass is done.
+        push_stops: pushes to end.
     """
 
     reads: tuple[ReadTask, ...] = ()
     cancels: tuple[TransferKey, ...] = ()
     cut_offs: tuple[PeerCutOff, ...] = ()
     doorbell: Doorbell | None = None
+    pushes: tuple[PushTask, ...] = ()
+    push_stops: tuple[PushStop, ...] = ()

@@ -5,10 +5,7 @@ They pass through routers and clients, so they are taken for what they are: word
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
@@ -16,8 +13,8 @@ import numpy as np
 
 from pdcore.connector.nixl import checked
 from pdcore.connector.nixl.addresses import AllowedPeers
+from pdcore.connector.nixl.signing import PlainForm, as_shortest
 from pdcore.connector.ticket_contents import TicketContents
-from pdcore.errors import InvalidTransferParams
 
 __all__ = ["PARAMS_VERSION", "TransferParams"]
 
@@ -25,18 +22,22 @@ PARAMS_VERSION: Final = 1
 _MAX_NUM_BLOCKS = 1 << 20
 _MAX_NUM_TOKENS = 1 << 31
 _MAX_LEASE_S = 86400.0
-_FLAG = "do_remote_prefill"
+_FORM = PlainForm(
+    name="kv_transfer_params",
+    flag="do_remote_prefill",
+    version=PARAMS_VERSION,
+    origin="the prefill engine",
+    misfit=(
+        "kv_transfer_params must be a mapping with do_remote_prefill=True (to read KV from a "
+        "prefill engine) or do_remote_decode=True (to prefill for a decode engine)"
+    ),
+)
 
 
 def _as_tuple(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     return tuple(value) if isinstance(value, list | tuple) else value
-
-
-def _as_shortest(value: Any) -> Any:
-    # 30.0 and 30 are one number to JSON, but not to a signature over its text.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @attrs.frozen(kw_only=True)
@@ -54,6 +55,7 @@ class TransferParams:
         tp_size: over how many ranks the KV is spread.
         lease_s: how long it is kept without a renewal.
         prompt_digest: of the prompt it belongs to.
+        push_id: the push that sent parts of it ahead, or empty.
         version: of this format.
 
     Raises:
@@ -75,8 +77,9 @@ class TransferParams:
     block_size: int = attrs.field(validator=checked.integer(1, 1 << 20))
     fingerprint: str = attrs.field(validator=checked.text(max_length=1024, allow_empty=True))
     tp_size: int = attrs.field(validator=checked.integer(1, 4096))
-    lease_s: float = attrs.field(converter=_as_shortest, validator=checked.seconds(_MAX_LEASE_S))
+    lease_s: float = attrs.field(converter=as_shortest, validator=checked.seconds(_MAX_LEASE_S))
     prompt_digest: str = attrs.field(validator=checked.hex_digits(64))
+    push_id: str = attrs.field(default="", validator=checked.text(allow_empty=True))
     version: int = attrs.field(
         default=PARAMS_VERSION, validator=checked.integer(PARAMS_VERSION, PARAMS_VERSION)
     )
@@ -110,15 +113,12 @@ class TransferParams:
         data = attrs.asdict(self)
         data["block_ids"] = list(self.block_ids)
         data["generations"] = list(self.generations)
-        data[_FLAG] = True
-        if key is not None:
-            data["signature"] = _signature(data, key)
-        return data
+        return _FORM.write(data, key)
 
     @staticmethod
     def look_like(data: Mapping[str, Any]) -> bool:
         """Whether a stranger's parameters may be such: other connectors' name their kind."""
-        return data.get(_FLAG) is True and "kind" not in data
+        return data.get(_FORM.flag) is True and "kind" not in data
 
     @classmethod
     def from_dict(
@@ -142,94 +142,6 @@ class TransferParams:
             InvalidTransferParams: they are malformed, too large, of an unknown version, not signed
                 as they should be, or name an address that is not allowed.
         """
-        allowed = allowed_peers or AllowedPeers()
-        fields = _plain_fields(data, max_num_bytes)
-        if key is not None:
-            _check_signature(fields, key)
-        params = cls._build(fields)
-        vouched_for = key is not None and allowed.is_default
-        if not vouched_for and (params.host, params.port) not in allowed:
-            raise InvalidTransferParams(
-                f"kv_transfer_params name the address {params.host}:{params.port}, which is not "
-                "allowed here: add it to allowed_peers, or share a key with that engine"
-            )
-        return params
-
-    @classmethod
-    def _build(cls, fields: dict[str, Any]) -> TransferParams:
-        version = fields.get("version")
-        if type(version) is not int or version != PARAMS_VERSION:
-            raise InvalidTransferParams(
-                f"kv_transfer_params are of version {version!r}, this engine reads version "
-                f"{PARAMS_VERSION}: run the same pdcore on both engines"
-            )
-        known = attrs.fields_dict(cls).keys()
-        given = fields.keys() - {_FLAG, "signature"}
-        if given != known:
-            raise InvalidTransferParams(
-                f"kv_transfer_params lack {_names(known - given)} and have unknown "
-                f"{_names(given - known)}: pass on exactly what the prefill engine returned"
-            )
-        try:
-            return cls(**{name: fields[name] for name in known})
-        except ValueError as error:
-            raise InvalidTransferParams(
-                f"kv_transfer_params are malformed: {error}; "
-                "pass on exactly what the prefill engine returned"
-            ) from None
-
-
-def _names(names: Iterable[str]) -> str:
-    listed = sorted(repr(name)[:40] for name in names)
-    return ", ".join(listed[:5]) or "nothing"
-
-
-def _plain_fields(data: Mapping[str, Any], max_num_bytes: int) -> dict[str, Any]:
-    """A copy that nobody else can change, once its size is known to be bounded."""
-    if not isinstance(data, Mapping) or data.get(_FLAG) is not True:
-        raise InvalidTransferParams(
-            f"kv_transfer_params must be a mapping with {_FLAG}=True (to read KV from a prefill "
-            "engine) or do_remote_decode=True (to prefill for a decode engine)"
-        )
-    num_items = sum(len(value) for value in data.values() if hasattr(value, "__len__"))
-    if len(data) > 64 or num_items > max_num_bytes:
-        raise InvalidTransferParams(
-            f"kv_transfer_params have {len(data)} fields with {num_items} items, which is more "
-            f"than fits into max_params_bytes={max_num_bytes}"
-        )
-    text = _canonical(data)
-    if len(text) > max_num_bytes:
-        raise InvalidTransferParams(
-            f"kv_transfer_params take {len(text)} bytes, the limit is "
-            f"max_params_bytes={max_num_bytes}"
-        )
-    fields: dict[str, Any] = json.loads(text)
-    return fields
-
-
-def _canonical(data: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(
-            dict(data), sort_keys=True, separators=(",", ":"), allow_nan=False
-        ).encode("ascii")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidTransferParams(
-            f"kv_transfer_params are not plain JSON data: {str(error)[:100]}"
-        ) from None
-
-
-def _signature(data: Mapping[str, Any], key: bytes) -> str:
-    unsigned = {name: _as_shortest(value) for name, value in data.items() if name != "signature"}
-    message = b"pdcore kv_transfer_params\0" + _canonical(unsigned)
-    return hmac.new(key, message, hashlib.sha256).hexdigest()
-
-
-def _check_signature(fields: Mapping[str, Any], key: bytes) -> None:
-    given = fields.get("signature")
-    if not isinstance(given, str) or not given.isascii():
-        given = ""
-    if not hmac.compare_digest(given, _signature(fields, key)):
-        raise InvalidTransferParams(
-            "kv_transfer_params are not signed with this engine's key: they were changed on the "
-            "way, or the two engines have different keys"
+        return _FORM.read(
+            cls, data, key=key, allowed_peers=allowed_peers, max_num_bytes=max_num_bytes
         )

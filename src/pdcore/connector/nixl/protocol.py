@@ -8,6 +8,12 @@ On one connection::
     Welcome(proof) or Refusal        ──►
                                      ◄── Describe | Renew | Reading | Accept | Release
     Description | Answer | Refusal   ──►     ... one reply for each request, in order
+
+If the prefill engine pushes, it asks the decode engine as well, over a connection of its own::
+
+    decode engine                        prefill engine
+                                     ◄── Claim | Pushing | PushEnded
+    Description | Answer | Refusal   ──►
 """
 
 from __future__ import annotations
@@ -30,11 +36,14 @@ __all__ = [
     "Accept",
     "Answer",
     "Challenge",
+    "Claim",
     "Describe",
     "Description",
     "Hello",
     "Message",
     "ProtocolError",
+    "PushEnded",
+    "Pushing",
     "Reading",
     "Refusal",
     "Release",
@@ -83,6 +92,13 @@ def _words() -> Any:
 
 def _nonce() -> Any:
     return attrs.field(validator=checked.hex_digits(_NONCE_DIGITS))
+
+
+def _ids(high: int, *, max_length: int) -> Any:
+    return attrs.field(
+        converter=lambda value: tuple(value) if isinstance(value, list) else value,
+        validator=checked.int_list(high, max_length=max_length),
+    )
 
 
 def _proof() -> Any:
@@ -164,6 +180,47 @@ class Release(Message):
 
 
 @attrs.frozen(kw_only=True)
+class Claim(Message):
+    """Asks to be the one that writes to a push's slots; the reply describes the memory.
+
+    Args:
+        push_id, slots, prompt_digest: the push, as its parameters name it.
+        life_host, life_ports: where each of the writing ranks can be seen to live.
+    """
+
+    push_id: str = _name()
+    slots: tuple[int, ...] = _ids(2**31 - 1, max_length=1 << 20)
+    prompt_digest: str = attrs.field(validator=checked.hex_digits(64))
+    life_host: str = _name()
+    life_ports: tuple[int, ...] = _ids(65535, max_length=_MAX_NUM_RANKS)
+
+
+@attrs.frozen(kw_only=True)
+class Pushing(Message):
+    """A sign of life from a writer. A no says that nobody wants its data any more."""
+
+    push_id: str = _name()
+
+
+@attrs.frozen(kw_only=True)
+class PushEnded(Message):
+    """The sender writes to a push's slots no more.
+
+    Args:
+        push_id: the push.
+        ticket_id: the hand-over whose blocks were written; empty if there is none.
+        num_blocks: how many of its blocks, from the first on, are wholly in their slots, and were
+            held from before they were written until the ticket was granted.
+        was_cut: whether a write was ended by force, so that parts of it may be on their way.
+    """
+
+    push_id: str = _name()
+    ticket_id: str = attrs.field(default="", validator=checked.text(allow_empty=True))
+    num_blocks: int = attrs.field(default=0, validator=checked.integer(0, 1 << 20))
+    was_cut: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+
+
+@attrs.frozen(kw_only=True)
 class Answer(Message):
     """Yes or no, and why not."""
 
@@ -198,9 +255,12 @@ _TYPES: dict[str, type[Message]] = {
         Accept,
         Answer,
         Challenge,
+        Claim,
         Describe,
         Description,
         Hello,
+        PushEnded,
+        Pushing,
         Reading,
         Refusal,
         Release,

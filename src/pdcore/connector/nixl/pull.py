@@ -94,8 +94,11 @@ class Pull:
                 f"ticket of {self.params.num_tokens} tokens: is NixlConfig.block_size the pool's?"
             )
 
-    def read_task(self) -> ReadTask:
+    def read_task(self, staged: tuple[int, ...] = ()) -> ReadTask:
         """What the workers are to do for the newest load.
+
+        Args:
+            staged: slots of this engine's staging memory that hold the prompt's first blocks.
 
         By position: block i of the prompt here is read from block i of the prompt there, unless
         the peer is of another shape.
@@ -107,9 +110,15 @@ class Pull:
         end = -(-(load.num_local_tokens + load.num_external_tokens) // params.block_size)
         local_ids = np.array(load.block_ids, dtype=np.int32)
         remote_ids = np.array(params.block_ids[first:end], dtype=np.int32)
+        slots = None
         if not self.peer.must_reshape:
             local_ids = local_ids[: end - first]
             exists = (local_ids != 0) & (remote_ids != 0)  # block 0 stands for "no longer needed"
+            if staged:
+                slots = np.full(end - first, -1, dtype=np.int32)
+                here = staged[first:end]
+                slots[: len(here)] = here
+                slots = slots[exists]
             local_ids, remote_ids = local_ids[exists], remote_ids[exists]
         return ReadTask(
             transfer=load.transfer,
@@ -118,4 +127,5 @@ class Pull:
             remote_block_ids=remote_ids,
             num_local_tokens=load.num_local_tokens,
             num_external_tokens=load.num_external_tokens,
+            staged_slots=slots,
         )

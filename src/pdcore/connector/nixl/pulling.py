@@ -19,6 +19,7 @@ from pdcore.connector.nixl.driver import (
     TicketDriver,
     TicketLost,
 )
+from pdcore.connector.nixl.landing_desk import LandingDesk
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta, ReadTask
 from pdcore.connector.nixl.orders import WorkerOrders
@@ -43,6 +44,7 @@ class PullDesk:
     Args:
         config: the connector's settings.
         links: the known peers.
+        landings: what peers pushed ahead of their tickets.
         control: where drivers run.
         clock: whose seconds leases are counted in.
         notify: wakes the engine's loop.
@@ -53,12 +55,14 @@ class PullDesk:
         *,
         config: NixlConfig,
         links: PeerLinks,
+        landings: LandingDesk,
         control: ControlThread,
         clock: Clock,
         notify: Callable[[], None],
     ) -> None:
         self._config = config
         self._links = links
+        self._landings = landings
         self._control = control
         self._clock = clock
         self._notify = notify
@@ -86,11 +90,18 @@ class PullDesk:
         pull = Pull(uid=uid, request=request, params=params)
         link = self._links.get(params)
         link.num_users += 1
-        driver = TicketDriver(uid, params, link=link, clock=self._clock, tell=self._hear)
+        driver = TicketDriver(
+            uid,
+            params,
+            link=link,
+            clock=self._clock,
+            tell=self._hear,
+            landed=self._landings.wait,
+        )
         self._pulls[uid] = self._by_request[request] = pull
         self._drivers[uid] = driver
         self._control.spawn(driver.keep())
-        pull.peer = link.info
+        pull.peer = None if self._landings.want(params) else link.info
         if pull.peer is None:
             self._control.spawn(driver.introduce())
 
@@ -107,6 +118,7 @@ class PullDesk:
                 params.transfer_id, "the decode engine refused its request"
             )
             self._control.spawn(notice, is_short=True)
+            self._landings.drop(params)
 
     def num_matched_tokens(self, request: Request, num_local_tokens: int) -> int:
         """How many tokens beyond the local ones this request's ticket can bring."""
@@ -191,6 +203,8 @@ class PullDesk:
             return None
         where = self._drivers[pull.uid].link.where
         num_tokens = 0 if pull.load is None else pull.load.num_external_tokens
+        if self._landings.is_landing(pull.params):
+            return f"KV of {num_tokens} tokens that {where} still pushes"
         return f"KV of {num_tokens} tokens from {where}, which {pull.state.value}"
 
     # What goes to the workers, and what comes from them.
@@ -369,6 +383,7 @@ class PullDesk:
     ) -> None:
         assert pull.transfer is not None
         self._by_transfer.pop(pull.transfer, None)
+        self._landings.drop(pull.params)
         pull.state = state
         self.tally.ended(
             pull.transfer,
@@ -393,6 +408,7 @@ class PullDesk:
     def _give_back(self, pull: Pull, reason: str) -> None:
         driver = self._drivers[pull.uid]
         driver.stop()
+        self._landings.drop(pull.params)
         if not pull.is_returned:
             pull.is_returned = True
             notice = driver.link.release(pull.params.transfer_id, reason)
@@ -402,7 +418,7 @@ class PullDesk:
         pull.state = PullState.READING
         link = self._drivers[pull.uid].link
         self._control.spawn(link.announce(pull.params.transfer_id))
-        return pull.read_task()
+        return pull.read_task(self._landings.take(pull.params))
 
     def _queue_read(self, pull: Pull) -> None:
         assert pull.transfer is not None

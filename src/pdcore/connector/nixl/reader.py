@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from pdcore.clock import Clock
 from pdcore.connector.nixl.agent import TransferAgent
@@ -190,7 +192,7 @@ class PeerReader:
         started_at = self._clock.now()
         if not self._flying:
             self._last_progress = started_at
-        handle, is_done = agent.post_read(local_ids, remote_ids)
+        handle, is_done = self._post(agent, local_ids, remote_ids)
         del self._waiting[task.transfer]
         read = _Read(
             task=task,
@@ -202,6 +204,14 @@ class PeerReader:
         self._flying[task.transfer] = read
         if is_done:
             self._finish(agent, read)
+
+    def _post(
+        self,
+        agent: TransferAgent,
+        local_ids: npt.NDArray[np.int32],
+        remote_ids: npt.NDArray[np.int32],
+    ) -> tuple[Any, bool]:
+        return agent.post_read(local_ids, remote_ids)
 
     def _connected_agent(self) -> TransferAgent:
         if self._agent is None:

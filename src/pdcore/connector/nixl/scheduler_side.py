@@ -24,10 +24,13 @@ from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.doorbell import DoorbellListener
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.handing_over import HandOverDesk
+from pdcore.connector.nixl.landing_desk import LandingDesk
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta
 from pdcore.connector.nixl.params import TransferParams
+from pdcore.connector.nixl.protocol import Claim, Message, PushEnded, Pushing
 from pdcore.connector.nixl.pulling import PullDesk
+from pdcore.connector.nixl.push_desk import PushDesk
 from pdcore.connector.nixl.server import SideChannelServer, bind
 from pdcore.connector.nixl.worker_side import WorkerHandshake
 from pdcore.connector.stats import ConnectorStats
@@ -53,6 +56,8 @@ class _Parts:
     links: PeerLinks
     hand_overs: HandOverDesk
     pulls: PullDesk
+    pushes: PushDesk
+    landings: LandingDesk
     doorbell: DoorbellListener
 
 
@@ -100,27 +105,45 @@ class NixlSchedulerConnector(SchedulerConnector):
         port = listener.getsockname()[1]
         self._address = (config.host, port)
         links = PeerLinks(name=name, config=config, control=control, clock=clock)
+        address = (config.advertised_host or config.host, port)
         hand_overs = HandOverDesk(
-            name=name,
+            name=name, config=config, clock=clock, address=address, notify=notify
+        )
+        landings = LandingDesk(
+            name=name, config=config, clock=clock, address=address, control=control
+        )
+        pulls = PullDesk(
             config=config,
+            links=links,
+            landings=landings,
+            control=control,
             clock=clock,
-            address=(config.advertised_host or config.host, port),
             notify=notify,
         )
-        pulls = PullDesk(config=config, links=links, control=control, clock=clock, notify=notify)
-        server = SideChannelServer(listener, name=name, config=config, handle=hand_overs.answer)
+        pushes = PushDesk(
+            config=config,
+            links=links,
+            control=control,
+            clock=clock,
+            notify=notify,
+            life_host=address[0],
+        )
+        server = SideChannelServer(listener, name=name, config=config, handle=self._answer)
         self._started = _Parts(
             clock=clock,
             server=server,
             links=links,
             hand_overs=hand_overs,
             pulls=pulls,
+            pushes=pushes,
+            landings=landings,
             doorbell=doorbell,
         )
         control.start()
         control.run(server.start(), timeout_s=config.request_timeout_s)
         control.run(_wake_when_rung(doorbell, notify), timeout_s=config.request_timeout_s)
         control.spawn(_keep_workers_awake(hand_overs))
+        control.spawn(landings.watch())
 
     def set_xfer_handshake_metadata(self, metadata: list[WorkerHandshake | None]) -> None:
         """Take the ranks' KV memory. Called after `start`, before the first request.
@@ -137,13 +160,51 @@ class NixlSchedulerConnector(SchedulerConnector):
         endpoints = tuple(handshake.endpoint for handshake in ranks)
         self._parts.links.endpoints = endpoints
         self._parts.hand_overs.serve(endpoints, tuple(handshake.doorbell for handshake in ranks))
+        self._parts.pushes.life_ports = tuple(handshake.life_port for handshake in ranks)
+        landings = tuple(rank.landing for rank in ranks if rank.landing is not None)
+        if len(landings) == len(ranks):
+            doorbells = [rank.landing_doorbell for rank in ranks]
+            self._parts.landings.serve(
+                landings, tuple(bell for bell in doorbells if bell is not None)
+            )
+
+    def expect_push(self, request: Request) -> dict[str, Any] | None:
+        """Let a prefill engine send a prompt's KV here while it computes it.
+
+        The answer goes, as ``push_to`` beside ``do_remote_decode``, into the ``kv_transfer_params``
+        of the request that the prefill engine gets. All else is as without: the ticket that comes
+        out of the prefill goes to this engine with its request. What was sent by then is taken from
+        staging memory; the rest is read.
+
+        Args:
+            request: the prompt, as either engine gets it; only its tokens and ``lora`` count.
+
+        Returns:
+            Plain data; or None when the staging memory is in use, which is as good as not asking.
+
+        Raises:
+            ConfigError: this engine takes no pushes, or no worker has registered its KV memory.
+        """
+        return self._parts.landings.expect(request)
+
+    def call_off_push(self, push_to: Mapping[str, Any]) -> None:
+        """The push that was expected is not wanted: no request with its ticket will come.
+
+        Without this, its slots are free again when the lease ends.
+
+        Raises:
+            InvalidTransferParams: ``push_to`` is not what `expect_push` returned.
+        """
+        self._parts.landings.call_off(push_to)
 
     def recognizes(self, params: Mapping[str, Any]) -> bool:
         return TransferParams.look_like(params)
 
     def request_added(self, request: Request, uid: int) -> None:
         params = request.kv_transfer_params
-        if params is not None and not asks_for_hand_over(params):
+        if asks_for_hand_over(params):
+            self._parts.pushes.add(request, uid)
+        elif params is not None:
             self._parts.pulls.add(request, uid)
 
     def request_refused(self, request: Request) -> None:
@@ -170,6 +231,9 @@ class NixlSchedulerConnector(SchedulerConnector):
             pulls.note_admitted(new.uid)
         self._polled_at = self._parts.clock.now()
         orders = pulls.take_orders()
+        tasks, stops = self._parts.pushes.plan(output)
+        if tasks or stops:
+            orders = attrs.evolve(orders or NixlMeta(), pushes=tasks, push_stops=stops)
         return None if orders is None else self._with_doorbell(orders)
 
     def rebuild_connector_meta(self, meta: NixlMeta | None) -> None:
@@ -180,9 +244,17 @@ class NixlSchedulerConnector(SchedulerConnector):
         self, request: Request, uid: int, blocks: FinishedBlocks
     ) -> HandOver | None:
         self._parts.pulls.finish(uid)
-        if asks_for_hand_over(request.kv_transfer_params):
-            return self._parts.hand_overs.hand_over(request, blocks)
-        return None
+        if not asks_for_hand_over(request.kv_transfer_params):
+            return None
+        pushes = self._parts.pushes
+        hand_over: HandOver | None = None
+        try:
+            push_id = pushes.push_id_of(uid)
+            hand_over = self._parts.hand_overs.hand_over(request, blocks, push_id=push_id)
+        finally:
+            ticket_id = hand_over.transfer_id if hand_over is not None else None
+            held = pushes.finish(uid, blocks, ticket_id=ticket_id or "")
+        return hand_over or (HandOver(transfer_id=held) if held else None)
 
     def cancel(self, transfer: TransferKey) -> None:
         self._parts.pulls.cancel(transfer)
@@ -192,11 +264,14 @@ class NixlSchedulerConnector(SchedulerConnector):
 
     def update_connector_output(self, report: TransferReport) -> None:
         self._parts.pulls.hear_report(report)
+        self._parts.pushes.hear_report(report)
 
     def take_events(self) -> ConnectorEvents:
+        self._parts.pushes.take_facts()
         finished, failed = self._parts.pulls.take_events()
+        released = self._parts.hand_overs.registry.take_released()
         return ConnectorEvents(
-            finished_sending=self._parts.hand_overs.registry.take_released(),
+            finished_sending=self._parts.pushes.hold_back(released),
             finished_recving=finished,
             failed=failed,
         )
@@ -205,12 +280,14 @@ class NixlSchedulerConnector(SchedulerConnector):
         """The next end of a lease; while workers read, the next time to ask them."""
         times = [self._parts.hand_overs.registry.next_deadline()]
         pulls = self._parts.pulls
-        if pulls.num_reading or pulls.has_orders:
+        if pulls.num_reading or pulls.has_orders or self._parts.pushes.awaits_reports:
             times.append(self._polled_at + self._config.load_poll_s)
         return min((time for time in times if time is not None), default=None)
 
     def has_pending(self) -> bool:
-        return self._parts.hand_overs.registry.has_pending or self._parts.pulls.has_pending
+        parts = self._parts
+        hands_over = parts.hand_overs.registry.has_pending or parts.pushes.has_pending
+        return hands_over or parts.pulls.has_pending
 
     def explain(self, request: Request) -> str | None:
         return self._parts.pulls.explain(request)
@@ -223,6 +300,8 @@ class NixlSchedulerConnector(SchedulerConnector):
             tickets=self._parts.hand_overs.registry.counts(),
             loads=pulls.counts(),
             transfers=pulls.transfers(),
+            pushes=self._parts.pushes.counts(),
+            landings=self._parts.landings.counts(),
         )
 
     def close(self) -> None:
@@ -236,11 +315,18 @@ class NixlSchedulerConnector(SchedulerConnector):
 
     def _say_farewell(self, parts: _Parts) -> None:
         parts.pulls.give_back_all()
+        parts.pushes.close()
         try:
             self._control.run(self._wind_up(parts.server), timeout_s=3 * _FAREWELL_S)
         except TimeoutError:
             logger.warning("the NIXL side channel closed before every peer was told")
         parts.links.close()
+
+    def _answer(self, request: Message, sender: str) -> Message:
+        """Answer a peer. On the control thread."""
+        if isinstance(request, Claim | Pushing | PushEnded):
+            return self._parts.landings.answer(request, sender)
+        return self._parts.hand_overs.answer(request, sender)
 
     def _with_doorbell(self, orders: NixlMeta) -> NixlMeta:
         return attrs.evolve(orders, doorbell=self._parts.doorbell.address)

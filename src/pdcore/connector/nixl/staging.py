@@ -11,33 +11,40 @@ from pdcore.connector.base import KVCaches
 from pdcore.connector.layout import KVLayout
 from pdcore.connector.nixl.memory import MemoryRegion
 
-__all__ = ["StagingArea", "as_heads"]
+__all__ = ["StagingArea", "as_blocks", "as_heads"]
 
 
 def as_heads(buffer: Any, layout: KVLayout) -> npt.NDArray[Any]:
     """View host memory as ``(num_blocks, num_layers, num_components, block_size, num_kv_heads,
     words)``, in words as wide as a head allows. A numpy array or a torch tensor, contiguous."""
-    if isinstance(buffer, np.ndarray):
-        flat = buffer.reshape(-1).view(np.uint8)
-    else:
-        torch_uint8 = _uint8_of(buffer)
-        flat = buffer.detach().reshape(-1).view(torch_uint8).numpy()
     word = next(size for size in (8, 4, 2, 1) if layout.bytes_per_head % size == 0)
-    return flat.view(f"u{word}").reshape(
-        -1,
-        layout.num_layers,
-        layout.num_components,
-        layout.block_size,
-        layout.num_kv_heads,
-        layout.bytes_per_head // word,
+    return (
+        _as_bytes(buffer)
+        .view(f"u{word}")
+        .reshape(
+            -1,
+            layout.num_layers,
+            layout.num_components,
+            layout.block_size,
+            layout.num_kv_heads,
+            layout.bytes_per_head // word,
+        )
     )
 
 
-def _uint8_of(tensor: Any) -> Any:
+def as_blocks(buffer: Any, bytes_per_block: int) -> npt.NDArray[np.uint8]:
+    """View host memory as ``(num_blocks, bytes_per_block)`` bytes, as `as_heads` does."""
+    return _as_bytes(buffer).reshape(-1, bytes_per_block)
+
+
+def _as_bytes(buffer: Any) -> npt.NDArray[np.uint8]:
+    if isinstance(buffer, np.ndarray):
+        return buffer.reshape(-1).view(np.uint8)
     import torch
 
-    assert isinstance(tensor, torch.Tensor)
-    return torch.uint8
+    assert isinstance(buffer, torch.Tensor)
+    flat: npt.NDArray[np.uint8] = buffer.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat
 
 
 class StagingArea:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections import deque
+from functools import partial
 
 import attrs
 
@@ -12,8 +13,11 @@ from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.doorbell import ring
+from pdcore.connector.nixl.landing_area import LandingArea
+from pdcore.connector.nixl.life_sign import LifeSign
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import Doorbell, NixlMeta, PeerInfo, RankEndpoint, ReadTask
+from pdcore.connector.nixl.push_writers import PushWriters
 from pdcore.connector.nixl.reader import PeerReader, ReadResult
 from pdcore.connector.nixl.reshaping_reader import ReshapingReader
 from pdcore.connector.nixl.serving import ServingAgent
@@ -33,10 +37,19 @@ _MAX_FINGERPRINT = 1024
 
 @attrs.frozen(kw_only=True)
 class WorkerHandshake:
-    """What a rank tells its engine's scheduler half: how peers reach it, and how to wake it."""
+    """What a rank tells its engine's scheduler half.
+
+    Args:
+        endpoint: how peers reach its KV memory; doorbell: how to wake it for them.
+        landing, landing_doorbell: the same of its staging memory for pushes, if it has any.
+        life_port: where it can be seen to live, on the connector's host; 0 if it cannot.
+    """
 
     endpoint: RankEndpoint
     doorbell: Doorbell
+    landing: RankEndpoint | None = None
+    landing_doorbell: Doorbell | None = None
+    life_port: int = 0
 
 
 class NixlWorkerConnector(WorkerConnector):
@@ -66,6 +79,9 @@ class NixlWorkerConnector(WorkerConnector):
         self._unknown: list[LoadFailure] = []
         self._stats: deque[TransferStats] = deque(maxlen=_MAX_NUM_MEASURED)
         self._doorbell: Doorbell | None = None
+        self._landing: LandingArea | None = None
+        self._life: LifeSign | None = None
+        self._pushes: PushWriters | None = None
 
     def register_kv_caches(self, caches: KVCaches) -> None:
         """Take the KV memory and open it to peers.
@@ -94,6 +110,16 @@ class NixlWorkerConnector(WorkerConnector):
             busy_poll_s=self._config.busy_poll_s,
             idle_poll_s=self._config.idle_poll_s,
         )
+        self._life = LifeSign(self._config.host)
+        self._pushes = PushWriters(
+            self._region,
+            config=self._config,
+            rank=self._rank,
+            clock=self._clock,
+            notify=self._ring,
+        )
+        if self._config.push_staging_bytes:
+            self._landing = LandingArea(caches, config=self._config, clock=self._clock)
 
     def get_handshake_metadata(self) -> WorkerHandshake | None:
         """How to reach this rank; None before there is memory to reach."""
@@ -105,13 +131,22 @@ class NixlWorkerConnector(WorkerConnector):
             fingerprint=self._caches.fingerprint,
             layout=self._caches.layout,
         )
-        return WorkerHandshake(endpoint=endpoint, doorbell=self._serving.doorbell)
+        landing = self._landing
+        return WorkerHandshake(
+            endpoint=endpoint,
+            doorbell=self._serving.doorbell,
+            landing=None if landing is None else landing.endpoint,
+            landing_doorbell=None if landing is None else landing.doorbell,
+            life_port=0 if self._life is None else self._life.port,
+        )
 
     def start_load_kv(self, meta: NixlMeta | None) -> None:
         """Pass the step's orders on to the readers; returns at once."""
         if meta is None:
             return
         self._doorbell = meta.doorbell
+        if self._pushes is not None:
+            self._pushes.order(meta.pushes, meta.push_stops)
         for task in meta.reads:
             self._start_read(task)
         for transfer in meta.cancels:
@@ -125,6 +160,11 @@ class NixlWorkerConnector(WorkerConnector):
         for order in meta.cut_offs:
             if order.peer_id in self._readers:
                 self._readers[order.peer_id].cut_off(order.cause)
+
+    def wait_for_save(self) -> None:
+        """The forward pass is done, so what it completed may be sent. Returns at once."""
+        if self._pushes is not None:
+            self._pushes.send()
 
     def get_finished(self) -> TransferReport:
         finished: list[TransferKey] = []
@@ -140,7 +180,10 @@ class NixlWorkerConnector(WorkerConnector):
                 failed.append(_as_failure(result.task, result.cause))
         self._stats.extend(measured)
         return TransferReport(
-            finished_recving=tuple(finished), failed=tuple(failed), measured=tuple(measured)
+            finished_recving=tuple(finished),
+            failed=tuple(failed),
+            measured=tuple(measured),
+            pushed=() if self._pushes is None else self._pushes.take_reports(),
         )
 
     def take_transfer_stats(self) -> tuple[TransferStats, ...]:
@@ -158,9 +201,18 @@ class NixlWorkerConnector(WorkerConnector):
         for reader in readers:
             if not reader.join(_JOIN_TIMEOUT_S):
                 logger.error("%r did not stop within %g s", reader, _JOIN_TIMEOUT_S)
+        pushes, self._pushes = self._pushes, None
+        if pushes is not None:
+            pushes.close()
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.close()
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
+        life, self._life = self._life, None
+        if life is not None:
+            life.close()
 
     def _start_read(self, task: ReadTask) -> None:
         try:
@@ -170,7 +222,23 @@ class NixlWorkerConnector(WorkerConnector):
             self._read_ended(ReadResult(task=task, cause=cause))
             return
         self._owners[task.transfer] = reader
-        reader.submit(task)
+        if task.staged_slots is not None and self._landing is not None:
+            self._landing.submit(task, partial(self._copied, task, reader, self._clock.now()))
+        else:
+            reader.submit(task)
+
+    def _copied(
+        self,
+        task: ReadTask,
+        reader: PeerReader | ReshapingReader,
+        queued_at: float,
+        rest: ReadTask | None,
+    ) -> None:
+        """What was pushed is in place, or cannot be put there. On the landing area's thread."""
+        if rest is None:
+            self._read_ended(ReadResult(task=task, cause="pushed blocks could not be copied"))
+        else:
+            reader.submit(rest)
 
     def _reader_for(self, peer: PeerInfo) -> PeerReader | ReshapingReader:
         reader = self._readers.get(peer.peer_id)
@@ -223,6 +291,9 @@ class NixlWorkerConnector(WorkerConnector):
     def _read_ended(self, result: ReadResult) -> None:
         """Keep a result for the next report, and say that there is one. On a reader's thread."""
         self._results.put(result)
+        self._ring()
+
+    def _ring(self) -> None:
         if self._doorbell is not None:
             ring(self._doorbell, 0.0)
 

@@ -30,7 +30,7 @@ class TransferReportMerger:
     A load is finished if it finished on all ranks. If it failed on one it failed, but that is said
     only when the others ended too: until then they may write to its blocks. Ranks may report in
     different steps, and a rank may have nothing to say for as long as it likes. A hand-over counts
-    as sent when all ranks say so.
+    as sent when all ranks say so. What is said of pushes is passed on as it is.
 
     Args:
         num_ranks: how many ranks report.
@@ -72,7 +72,9 @@ class TransferReportMerger:
         sent = tuple(name for name in names if len(self._sent[name]) == self._num_ranks)
         for name in sent:
             del self._sent[name]
-        return self._report(sent, [self._take(key) for key in touched if self._is_over(key)])
+        merged = self._report(sent, [self._take(key) for key in touched if self._is_over(key)])
+        pushed = tuple(push for report in reports if report is not None for push in report.pushed)
+        return attrs.evolve(merged, pushed=pushed) if pushed else merged
 
     def _note(self, rank: int, report: TransferReport) -> Iterable[TransferKey]:
         for stats in report.measured:

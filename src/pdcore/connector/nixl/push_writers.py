@@ -1,0 +1,254 @@
+"""Sending blocks to peers as they become complete, off the model's thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdcore.clock import Clock
+from pdcore.connector.nixl.agent import TransferAgent
+from pdcore.connector.nixl.config import NixlConfig
+from pdcore.connector.nixl.memory import MemoryRegion
+from pdcore.connector.nixl.meta import PeerInfo, PushStop, PushTask, ReadTask
+from pdcore.connector.nixl.reader import PeerReader, ReadResult
+from pdcore.messages import PushReport, TransferKey
+
+__all__ = ["PushWriters"]
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 10.0
+
+
+class _PeerWriter(PeerReader):
+    """Writes to one peer as `PeerReader` reads from one; all else is the same."""
+
+    def _post(
+        self,
+        agent: TransferAgent,
+        local_ids: npt.NDArray[np.int32],
+        remote_ids: npt.NDArray[np.int32],
+    ) -> tuple[Any, bool]:
+        return agent.post_write(local_ids, remote_ids)
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Push:
+    """What this rank knows of one push.
+
+    Args:
+        serial: names its writes to the writer.
+        attempt: the newest beginning that blocks were ordered of.
+        num_done: how many blocks of it, from the first on, arrived.
+        waiting: what is still to be sent, in order.
+        flying: what is being written, or None.
+        cause: why nothing more is sent, or empty.
+        was_cut: whether a write ended by force.
+        must_report: whether its end was asked for.
+    """
+
+    push_id: str
+    serial: int
+    attempt: int = 0
+    num_done: int = 0
+    waiting: deque[PushTask] = attrs.field(factory=deque)
+    flying: PushTask | None = None
+    cause: str = ""
+    was_cut: bool = False
+    must_report: bool = False
+
+
+class PushWriters:
+    """Writes this rank's blocks to peers, each peer on a thread and with an agent of its own.
+
+    The writes of one push follow each other: the next is posted when the last one has arrived. So
+    when a push begins anew, nothing of its earlier beginnings can land on what it sends now. After
+    a write that failed a push sends nothing more.
+
+    `order`, `send`, `take_reports` and `close` are for the worker's thread.
+
+    Args:
+        region: the rank's KV memory.
+        config: the connector's settings.
+        rank: which rank this is.
+        clock: for the stall limit.
+        notify: called, on any thread, when there is something to report.
+    """
+
+    def __init__(
+        self,
+        region: MemoryRegion,
+        *,
+        config: NixlConfig,
+        rank: int,
+        clock: Clock,
+        notify: Callable[[], None],
+    ) -> None:
+        self._region = region
+        self._config = config
+        self._rank = rank
+        self._clock = clock
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._due: tuple[PushTask, ...] = ()
+        self._due_stops: tuple[PushStop, ...] = ()
+        self._pushes: dict[str, _Push] = {}
+        self._by_serial: dict[int, _Push] = {}
+        self._num_pushes = 0
+        self._writers: dict[str, _PeerWriter] = {}
+        self._reports: list[PushReport] = []
+
+    def order(self, tasks: tuple[PushTask, ...], stops: tuple[PushStop, ...]) -> None:
+        """Take a step's orders. What an earlier step that failed had ordered is forgotten."""
+        self._due, self._due_stops = tasks, stops
+
+    def send(self) -> None:
+        """The step's forward pass is done: begin to send what it completed."""
+        tasks, self._due = self._due, ()
+        stops, self._due_stops = self._due_stops, ()
+        for task in tasks:
+            self._send(task)
+        for stop in stops:
+            self._stop(stop)
+
+    def take_reports(self) -> tuple[PushReport, ...]:
+        """The pushes that ended since the last call."""
+        if not self._reports:
+            return ()
+        with self._lock:
+            reports, self._reports = self._reports, []
+        return tuple(reports)
+
+    def close(self) -> None:
+        """Stop every write, close every agent, join every thread."""
+        writers, self._writers = list(self._writers.values()), {}
+        for writer in writers:
+            writer.stop()
+        for writer in writers:
+            if not writer.join(_JOIN_TIMEOUT_S):
+                logger.error("%r did not stop within %g s", writer, _JOIN_TIMEOUT_S)
+
+    def _send(self, task: PushTask) -> None:
+        with self._lock:
+            push = self._pushes.get(task.push_id)
+            if push is None:
+                self._num_pushes += 1
+                push = _Push(push_id=task.push_id, serial=self._num_pushes)
+                self._pushes[task.push_id] = self._by_serial[push.serial] = push
+            if task.attempt != push.attempt:
+                push.attempt, push.num_done = task.attempt, 0
+                push.waiting.clear()
+            push.waiting.append(task)
+        self._advance(push)
+
+    def _stop(self, stop: PushStop) -> None:
+        with self._lock:
+            push = self._pushes.get(stop.push_id)
+            if push is None:
+                # Nothing was ever ordered of it, or its report got lost with its step.
+                self._reports.append(
+                    PushReport(
+                        push_id=stop.push_id,
+                        attempt=-1,
+                        rank=self._rank,
+                        num_blocks=0,
+                        cause="nothing is known of it here",
+                        was_cut=True,
+                    )
+                )
+                return
+            push.must_report = True
+            if not stop.is_wanted:
+                push.waiting.clear()
+                push.cause = push.cause or "nobody wants it any more"
+        self._advance(push)
+
+    def _advance(self, push: _Push) -> None:
+        """Begin the next write of a push, or report that there is none."""
+        with self._lock:
+            if push.flying is not None:
+                return
+            if push.cause:
+                push.waiting.clear()
+            task = push.waiting.popleft() if push.waiting else None
+            push.flying = task
+            if task is None:
+                self._report(push)
+                return
+        try:
+            self._writer_for(task.peer).submit(
+                ReadTask(
+                    transfer=TransferKey(push.serial, task.attempt),
+                    peer=task.peer,
+                    local_block_ids=task.block_ids,
+                    remote_block_ids=task.slots,
+                    num_local_tokens=0,
+                )
+            )
+        except Exception as error:
+            logger.exception("no writer for %s", task.peer.name)
+            self._write_ended(push, task, f"no writer for {task.peer.name}: {error!r}")
+
+    def _report(self, push: _Push) -> None:
+        if not push.must_report:
+            return
+        del self._pushes[push.push_id], self._by_serial[push.serial]
+        self._reports.append(
+            PushReport(
+                push_id=push.push_id,
+                attempt=push.attempt,
+                rank=self._rank,
+                num_blocks=push.num_done,
+                cause=push.cause,
+                was_cut=push.was_cut,
+            )
+        )
+        self._notify()
+
+    def _writer_for(self, peer: PeerInfo) -> _PeerWriter:
+        """Called by whoever sends next: the worker's thread, or a writer's own for its own peer."""
+        with self._lock:
+            writer = self._writers.get(peer.peer_id)
+            if writer is None:
+                self._retire_idle()
+                writer = self._writers[peer.peer_id] = _PeerWriter(
+                    self._region,
+                    peer,
+                    rank=self._rank,
+                    clock=self._clock,
+                    stall_timeout_s=self._config.stall_timeout_s,
+                    idle_timeout_s=self._config.idle_peer_timeout_s,
+                    report=self._take_result,
+                )
+            return writer
+
+    def _retire_idle(self) -> None:
+        busy = {push.flying.peer.peer_id for push in self._pushes.values() if push.flying}
+        for peer_id, writer in tuple(self._writers.items()):
+            if writer.is_idle and peer_id not in busy:
+                writer.stop()
+                del self._writers[peer_id]
+
+    def _take_result(self, result: ReadResult) -> None:
+        """A write ended. On a writer's thread."""
+        with self._lock:
+            push = self._by_serial[result.task.transfer.uid]
+            task = push.flying
+        assert task is not None
+        self._write_ended(push, task, result.cause)
+
+    def _write_ended(self, push: _Push, task: PushTask, cause: str) -> None:
+        with self._lock:
+            push.flying = None
+            if cause:
+                push.cause, push.was_cut = push.cause or cause, True
+            elif task.attempt == push.attempt and task.first == push.num_done:
+                push.num_done += task.block_ids.size
+        self._advance(push)
