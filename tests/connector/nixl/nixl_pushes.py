@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from test_nixl_engines import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, run_until
+from nixl_whole_engine import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, run_until
 
 from pdcore.connector.nixl.agent import TransferAgent
 from pdcore.connector.stats import LandingCounts, PushCounts

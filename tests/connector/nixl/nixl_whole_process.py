@@ -17,7 +17,7 @@ def serve_engine(
 ) -> None:
     """Main function of the process: step an engine, and answer ``(command, arguments)``."""
     os.environ.update(environment)
-    from test_nixl_engines import WholeEngine
+    from nixl_whole_engine import WholeEngine
 
     from pdcore.loop import wait
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
-from test_nixl_engines import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, prompts, run_until
+from nixl_whole_engine import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, prompts, run_until
 
 from pdcore.connector import KVConnector, MultiConnector, NullConnector
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults

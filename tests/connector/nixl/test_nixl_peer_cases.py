@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from nixl_whole_engine import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, run_until, until_read
 from nixl_whole_process import whole_process
-from test_nixl_engines import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, run_until
 
 from pdcore.errors import DuplicateRequest, InvalidRequest
 from pdcore.request import FinishReason, Request, RequestStatus, SamplingParams
@@ -47,10 +47,6 @@ def assert_as_if_alone(engine: WholeEngine, *names_and_prompts: tuple[str, list[
         assert engine.ends[name].finish_reason is FinishReason.LENGTH
 
 
-def is_being_read(engine: WholeEngine, name: str) -> bool:
-    return "being read" in (engine.scheduler.explain(name).waits_on or "")
-
-
 @pytest.mark.parametrize(
     "limits",
     [
@@ -73,7 +69,7 @@ def test_c2_c3_blocks_of_a_read_from_a_hung_peer_are_given_out_only_after_the_cu
         params = peer.ask("prefill", "a", a)
         peer.stop()
         add(decode, "a", a, params)
-        run_until(lambda: is_being_read(decode, "a"), decode)
+        until_read(decode, "a")
         decode.scheduler.abort_requests(["a"])
         add(decode, "b", b)
         began = time.monotonic()
@@ -228,7 +224,7 @@ def test_c21_a_peer_restarts_at_its_address_with_loads_in_flight_and_queued(
             first.stop()
             for name in "fq":
                 add(decode, name, prompts[name], tickets[name])
-            run_until(lambda: is_being_read(decode, "f"), decode)
+            until_read(decode, "f")
             assert decode.scheduler.explain("q").code is SkipCode.TOO_MANY_PARKED
             first.kill()
         with whole_process(network, engine_id="p", port=port, lease_s=60) as second:

@@ -27,7 +27,7 @@ from nixl_pushes import (
     run_idle,
     slots_of,
 )
-from test_nixl_engines import NUM_BLOCKS, WholeEngine, prompts, run_until
+from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
 
 from pdcore.errors import ConfigError, ExecutorError
 from pdcore.request import FinishReason, Request

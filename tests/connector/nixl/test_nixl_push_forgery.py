@@ -22,7 +22,7 @@ from nixl_pushes import (
     pushes,
     run_idle,
 )
-from test_nixl_engines import WholeEngine, prompts, run_until
+from nixl_whole_engine import WholeEngine, prompts, run_until
 
 from pdcore.connector.nixl.landing_desk import LandingDesk
 from pdcore.connector.nixl.link import PeerLink

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from nixl_pushes import decode_engine, landings, prefill_engine, pushes, run_idle
-from test_nixl_engines import WholeEngine, prompts, run_until
+from nixl_whole_engine import WholeEngine, prompts, run_until
 
 from pdcore.connector.nixl.agent import TransferAgent
 from pdcore.request import FinishReason, Request

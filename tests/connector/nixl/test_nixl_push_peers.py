@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from nixl_engines import until
 from nixl_pushes import CHUNK, decode_engine, decodes, expect, landings, run_idle, slots_of
+from nixl_whole_engine import WholeEngine, prompts, run_until
 from nixl_whole_process import WholeProcess, whole_process
-from test_nixl_engines import WholeEngine, prompts, run_until
 
 from pdcore.request import Request
 

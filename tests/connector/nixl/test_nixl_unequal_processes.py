@@ -6,8 +6,8 @@ import time
 from contextlib import closing
 
 import pytest
+from nixl_whole_engine import WholeEngine, prompts, run_until, until_read
 from nixl_whole_process import WholeProcess, whole_process
-from test_nixl_engines import WholeEngine, prompts, run_until
 
 from pdcore.request import FinishReason, Request, RequestStatus
 
@@ -33,10 +33,6 @@ def load(decode: WholeEngine, peer: WholeProcess, name: str, prompt: list[int]) 
 def assert_idle(decode: WholeEngine) -> None:
     run_until(lambda: not decode.scheduler.has_requests(), decode)
     assert decode.num_free == decode.num_blocks - 1
-
-
-def is_being_read(decode: WholeEngine, name: str) -> bool:
-    return "being read" in (decode.scheduler.explain(name).waits_on or "")
 
 
 @pytest.mark.parametrize("max_staging_bytes", [1 << 20, 1])
@@ -91,7 +87,7 @@ def test_a_hung_peer_costs_its_request_a_recompute_and_nobody_else(
         params = hung.ask("prefill", "stuck", stuck)
         hung.stop()
         request = decode.add("stuck", stuck, max_tokens=MAX_TOKENS, params=params)
-        run_until(lambda: is_being_read(decode, "stuck"), decode)
+        until_read(decode, "stuck")
         if abort:
             decode.scheduler.abort_requests(["stuck"])
         began = time.monotonic()
@@ -124,7 +120,7 @@ def test_a_peer_killed_while_it_is_read_costs_a_recompute(network: dict[str, str
         params = peer.ask("prefill", "a", prompt)
         peer.stop()
         request = decode.add("a", prompt, max_tokens=MAX_TOKENS, params=params)
-        run_until(lambda: is_being_read(decode, "a"), decode)
+        until_read(decode, "a")
         peer.kill()
         assert decode.scheduler.status("a") is RequestStatus.WAITING_FOR_REMOTE_KVS
         run_until(lambda: "a" in decode.ends, decode)
