@@ -135,4 +135,23 @@ def test_old_kv_is_not_found_after_the_cache_was_reset() -> None:
     engine.run()
     assert engine.end("again").num_external_tokens == 0
     assert engine.end("again").num_cached_tokens == 0
+    assert engine.scheduler.stats().num_failed_loads == 0
     assert engine.scheduler.stats().connector.offload.num_in_host == 3
+
+
+def test_blocks_whose_save_went_down_with_its_step_are_saved_anew() -> None:
+    """Their loss is found out by the load that wants them, once."""
+    engine = make_engine(num_usable_blocks=4)
+    prompt = some_tokens(3 * BLOCK_SIZE + 1, seed=1)
+    engine.add("a", prompt, max_tokens=1)
+    engine.step()
+    engine.scheduler.abandon(engine.schedule(), dispatched=True)
+    for turn, num_external in enumerate((0, 3 * BLOCK_SIZE)):
+        engine.add(f"b{turn}", 4 * BLOCK_SIZE - 2, max_tokens=1)
+        engine.run()
+        engine.add(f"again{turn}", prompt, max_tokens=1)
+        engine.run()
+        assert engine.end(f"again{turn}").num_external_tokens == num_external
+    assert engine.scheduler.stats().connector.offload.num_lost == 3
+    engine.assert_as_if_alone()
+    engine.assert_idle()

@@ -18,6 +18,8 @@ pytest.importorskip("nixl")
 
 from offload_simulation import OffloadSimulation
 
+pytestmark = pytest.mark.nixl
+
 
 @pytest.fixture(autouse=True)
 def _quiet_log() -> Iterator[None]:
