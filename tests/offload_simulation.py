@@ -76,6 +76,7 @@ class OffloadSimulation(Simulation):
         super().__init__(random, depth=depth, connector=connector, hasher=hasher)
         connector.scheduler.start(clock=self.scheduler.clock, notify=lambda: None)
         connector.meet()
+        self.broken: tuple[int, int] | None = None
         self.half: OffloadSchedulerConnector = connector.scheduler
 
     @property
@@ -86,9 +87,30 @@ class OffloadSimulation(Simulation):
         super().disturb(num_added)
         if self.rarely(0.03):
             self.spoil_files()
+        self.mend_disk()
+        if self.rarely(0.01):
+            self.break_disk()
         if self.rarely(0.01):
             self.scheduler.reset_prefix_cache(preempt_running=self.rarely(0.5))
         self.half.check()
+
+    def break_disk(self) -> None:
+        """Until the next step, writes end with "no space left", and reads give zeros."""
+        for name in os.listdir("/proc/self/fd"):
+            if os.path.realpath(f"/proc/self/fd/{name}").startswith(f"{self.directory}/"):
+                self.broken = (int(name), os.dup(int(name)))
+                full = os.open("/dev/full", os.O_RDWR)
+                os.dup2(full, int(name))
+                os.close(full)
+                return
+
+    def mend_disk(self) -> None:
+        """The opposite of `break_disk`."""
+        if self.broken is not None:
+            descriptor, original = self.broken
+            os.dup2(original, descriptor)
+            os.close(original)
+            self.broken = None
 
     def spoil_files(self) -> None:
         """Change bytes of the files, or cut them."""
@@ -106,5 +128,6 @@ class OffloadSimulation(Simulation):
     def run(self, *, num_requests: int) -> None:
         super().run(num_requests=num_requests)
         self.half.check()
+        self.mend_disk()
         self.runner.close()
         self.half.close()
