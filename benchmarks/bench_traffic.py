@@ -39,7 +39,6 @@ def manager_hit_rate(requests: list[TraceRequest], num_blocks: int) -> float:
     """The share of prompt blocks that the block manager finds, one request at a time."""
     manager = KVCacheManager(LRUBlockPool(num_blocks + 1, BLOCK_SIZE))
     manager.reserve_rows(1, max(len(request.block_ids) + 1 for request in requests) * BLOCK_SIZE)
-    row = np.zeros(1, np.intp)
     num_found = num_asked = 0
     for step, request in enumerate(requests):
         sequence = TokenSequence(request.prompt())
@@ -50,9 +49,14 @@ def manager_hit_rate(requests: list[TraceRequest], num_blocks: int) -> float:
         blocks = manager.allocate_slots(
             hit, num_tokens, must_fit_tokens=num_tokens, chunk=num_tokens
         )
-        manager.bind(row, [blocks], num_published=[hit.block_ids.size])
-        if hit.block_ids.size < len(request.block_ids):
-            manager.publish(0, sequence, num_tokens, step=step)
+        manager.bind(
+            [0],
+            [blocks],
+            [sequence],
+            num_published=[hit.block_ids.size],
+            num_tokens=[num_tokens],
+            step=step,
+        )
         manager.pool.commit(step)
         manager.free(0)
     return num_found / num_asked

@@ -14,7 +14,6 @@ from pdcore import Request, RequestStatus, SamplingParams
 from pdcore.errors import IllegalTransition, InvalidRequest
 from pdcore.kvcache import TokenSequence
 from pdcore.request import TRANSITIONS
-from pdcore.scheduler.base import RequestHandle
 from pdcore.scheduler.state import RequestState, move
 
 
@@ -107,7 +106,8 @@ def test_status_changes_only_along_the_table(path: list[RequestStatus]) -> None:
     """A move that the table does not allow raises, tells the history, and changes nothing."""
     request = Request("r", [1])
     state = RequestState(
-        handle=RequestHandle("r", 1),
+        uid=1,
+        request_id="r",
         request=request,
         sequence=TokenSequence(request.prompt_token_ids),
         limit=2,

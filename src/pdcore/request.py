@@ -34,6 +34,9 @@ __all__ = [
 class RequestStatus(enum.Enum):
     """Where a request is in its life."""
 
+    # By identity, which costs no call of Python; each member exists once.
+    __hash__ = object.__hash__
+
     WAITING = "WAITING"
     """In the queue, without a row."""
     WAITING_FOR_GRAMMAR = "WAITING_FOR_GRAMMAR"

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from pdcore import Request
 from pdcore.kvcache import TokenSequence
 from pdcore.scheduler.alarms import Alarms
-from pdcore.scheduler.base import RequestHandle
 from pdcore.scheduler.state import RequestState
 from pdcore.scheduler.waiting import WaitingTable
 
@@ -16,7 +15,8 @@ from pdcore.scheduler.waiting import WaitingTable
 def make_state(uid: int, key: object) -> RequestState:
     request = Request(f"r{uid}", [1] * (uid % 5 + 1))
     return RequestState(
-        handle=RequestHandle(request.request_id, uid),
+        uid=uid,
+        request_id=request.request_id,
         request=request,
         sequence=TokenSequence(request.prompt_token_ids),
         limit=9,

@@ -263,17 +263,68 @@ class KVCacheManager:
             self.pool.release(hit.block_ids[::-1])
             raise
 
-    def bind(self, rows: Rows, blocks: list[BlockIds], *, num_published: list[int]) -> None:
-        """Give each row its blocks; its first ``num_published`` have their keys already."""
-        for row, ids in zip(rows.tolist(), blocks, strict=True):
-            self.block_table[row, : ids.size] = ids
-        self.num_blocks[rows] = [ids.size for ids in blocks]
-        self._num_published[rows] = num_published
-        self._with_holes.difference_update(rows.tolist())
-        self._num_pruned[rows] = 0
-        if self.sliding_window is not None:
-            self._num_pruned[rows] = [np.count_nonzero(ids == 0) for ids in blocks]
-        self._record(lambda: self.num_blocks.__setitem__(rows, 0))
+    def bind(
+        self,
+        rows: list[int],
+        blocks: list[BlockIds],
+        sequences: list[TokenSequence],
+        *,
+        num_published: list[int],
+        num_tokens: list[int],
+        step: int,
+    ) -> None:
+        """Give rows their blocks, and publish those that ``step`` fills, for all rows at once.
+
+        Args:
+            rows: rows without blocks.
+            blocks: the blocks of each.
+            sequences: what they hold.
+            num_published: how many of them have their keys already.
+            num_tokens: how many tokens of each are computed when ``step`` is done.
+            step: the step that fills the blocks.
+        """
+        for row, ids, published in zip(rows, blocks, num_published, strict=True):
+            self._bind(row, ids, published)
+        self._record(lambda: self._unbind(rows))
+        if self.enable_prefix_caching:
+            self._publish_starts(rows, blocks, sequences, num_published, num_tokens, step)
+
+    def _bind(self, row: int, ids: BlockIds, num_published: int) -> None:
+        self.block_table[row, : ids.size] = ids
+        self.num_blocks[row] = ids.size
+        self._num_published[row] = num_published
+        self._num_pruned[row] = 0 if self.sliding_window is None else np.count_nonzero(ids == 0)
+        self._with_holes.discard(row)
+
+    def _unbind(self, rows: list[int]) -> None:
+        for row in rows:
+            self.num_blocks[row] = 0
+
+    def _publish_starts(
+        self,
+        rows: list[int],
+        blocks: list[BlockIds],
+        sequences: list[TokenSequence],
+        befores: list[int],
+        num_tokens: list[int],
+        step: int,
+    ) -> None:
+        ids: list[BlockIds] = []
+        keys: list[bytes] = []
+        parents: list[bytes | None] | None = [] if self.pool.reports_events else None
+        starts = zip(rows, blocks, sequences, befores, num_tokens, strict=True)
+        for row, of_row, sequence, before, end in starts:
+            after = end // self.block_size
+            if after > before:
+                self._extend_keys(sequence)
+                self._num_published[row] = after
+                ids.append(of_row[before:after])
+                keys += sequence.keys[before:after]
+                if parents is not None:
+                    parents += _parents(sequence, before, after)
+        if ids:
+            at_once = ids[0] if len(ids) == 1 else np.concatenate(ids)
+            self.pool.publish(at_once, keys, step, parents=parents)
 
     def needed_blocks(self, rows: Rows, num_tokens: Rows) -> Rows:
         """How many blocks each row lacks so that its first ``num_tokens`` tokens have slots."""
@@ -346,38 +397,6 @@ class KVCacheManager:
             self._fill_holes(ids, sequence, before, step)
         else:
             self._publish(ids, sequence, before, step)
-
-    def publish_starts(
-        self, rows: Rows, sequences: list[TokenSequence], num_tokens: list[int], *, step: int
-    ) -> None:
-        """`publish` for rows that were bound in this step, all at once.
-
-        Args:
-            rows: rows without holes.
-            sequences: theirs.
-            num_tokens: how many tokens of each are computed when ``step`` is done.
-            step: the step that fills the blocks.
-        """
-        if not self.enable_prefix_caching:
-            return
-        befores = self._num_published[rows].tolist()
-        afters = [max(n // self.block_size, at) for n, at in zip(num_tokens, befores, strict=True)]
-        if afters == befores:
-            return
-        ids: list[BlockIds] = []
-        keys: list[bytes] = []
-        parents: list[bytes | None] | None = [] if self.pool.reports_events else None
-        for row, sequence, before, after in zip(
-            rows.tolist(), sequences, befores, afters, strict=True
-        ):
-            self._extend_keys(sequence)
-            ids.append(self.block_table[row, before:after])
-            keys += sequence.keys[before:after]
-            if parents is not None:
-                parents += _parents(sequence, before, after)
-        self._num_published[rows] = afters
-        self._record(lambda: self._num_published.__setitem__(rows, befores))
-        self.pool.publish(np.concatenate(ids), keys, step, parents=parents)
 
     def publish_tails(
         self,
@@ -464,22 +483,21 @@ class KVCacheManager:
         ids = self.row_blocks(row)
         self.pool.release(ids[::-1])
         self.num_blocks[row] = 0
-        published, pruned = int(self._num_published[row]), int(self._num_pruned[row])
+        published, has_hole = self._num_published.item(row), self.has_hole(row)
 
         def undo() -> None:
-            self.bind(np.array([row]), [ids], num_published=[published])
-            self._num_pruned[row] = pruned
+            self._bind(row, ids, published)
+            if has_hole:
+                self._with_holes.add(row)
 
         self._record(undo)
 
     def free_rows(self, rows: list[int]) -> None:
         """`free` each row, in order, at once; cannot be rolled back."""
-        counts = self.num_blocks[rows].tolist()
-        table = self.block_table
-        self.pool.release_each(
-            [table[row, :count][::-1] for row, count in zip(rows, counts, strict=True)]
-        )
-        self.num_blocks[rows] = 0
+        table, num_blocks = self.block_table, self.num_blocks
+        self.pool.release_each([table[row, : num_blocks.item(row)][::-1] for row in rows])
+        for row in rows:
+            num_blocks[row] = 0
 
     def check(self, rows: Rows) -> None:
         """Audit the pool and the tables of the rows in use."""

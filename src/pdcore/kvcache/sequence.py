@@ -52,12 +52,17 @@ class TokenSequence:
         """All tokens; the prompt's own array as long as there are no others."""
         return self.slice(0, len(self)) if self._output else self._prompt
 
+    def last_block(self, block_size: int) -> TokenIds:
+        """The tokens of the last block, partial or just full."""
+        start = (self._length - 1) // block_size * block_size
+        return self.slice(start, self._length)
+
     def slice(self, start: int, end: int) -> TokenIds:
-        """Tokens ``start`` to ``end``, as a copy that later appends do not change."""
+        """Tokens ``start`` to ``end``; later appends do not change them."""
         num_prompt = self._prompt.size
         prompt = self._prompt[start:end]
         if end <= num_prompt or not self._output:
-            return prompt.copy()
+            return prompt
         begin = max(start - num_prompt, 0) * _TOKEN_BYTES
         output = self._output[begin : (end - num_prompt) * _TOKEN_BYTES]
         tokens = np.frombuffer(output, np.int32)

@@ -216,8 +216,8 @@ class AdmissionPass:
         lora = state.request.lora
         if limits.max_loras is not None and lora is not None:
             self._starting.run()
-            rows, _ = plan.all_rows()
-            active = {core.table.state(row).request.lora for row in rows.tolist()} - {None}
+            rows = plan.all_rows().tolist()
+            active = {core.table.state(row).request.lora for row in rows} - {None}
             if lora not in active and len(active) >= limits.max_loras:
                 return Skip(
                     code=SkipCode.TOO_MANY_LORAS,

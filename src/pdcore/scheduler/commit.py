@@ -127,7 +127,7 @@ class Commit:
         reasons = np.zeros(rows.size, np.int8)
         at_limit = num_tokens >= table.limit[index]
         if any_set(at_limit):
-            for place in np.flatnonzero(at_limit).tolist():
+            for place in at_limit.nonzero()[0].tolist():
                 capped = table.state(int(rows[place])).limited_by_pool
                 reasons[place] = FinishReason.CAPACITY if capped else FinishReason.LENGTH
         if table.num_with_eos or table.num_with_stop_ids:
@@ -144,7 +144,7 @@ class Commit:
         table = self._core.table
         stops: npt.NDArray[np.bool_] = tokens == table.eos[index]
         if table.num_with_stop_ids:
-            for place in np.flatnonzero(table.has_stop_ids[index]).tolist():
+            for place in table.has_stop_ids[index].nonzero()[0].tolist():
                 state = table.state(int(rows[place]))
                 stops[place] |= int(tokens[place]) in state.request.sampling.stop_token_ids
         return stops
@@ -152,7 +152,7 @@ class Commit:
     def _accept(self, rows: Rows, tokens: Int32Array, reasons: npt.NDArray[np.int8]) -> None:
         """Move the grammars on; a token that a grammar does not allow ends its request."""
         table = self._core.table
-        for index in np.flatnonzero(table.has_matcher[rows]).tolist():
+        for index in table.has_matcher[rows].nonzero()[0].tolist():
             matcher = table.state(int(rows[index])).matcher
             assert matcher is not None
             if not _accepts(matcher, int(tokens[index])):
@@ -163,7 +163,7 @@ class Commit:
     ) -> dict[int, RequestOutput]:
         """End the requests that have a reason to; return their events by place."""
         table = self._core.table
-        places = np.flatnonzero(reasons)
+        places = reasons.nonzero()[0]
         ends = []
         for row, token, code in zip(
             rows[places].tolist(), tokens[places].tolist(), reasons[places].tolist(), strict=True

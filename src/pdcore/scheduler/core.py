@@ -22,7 +22,7 @@ from pdcore.scheduler.base import Limits, Skip, SkipCode
 from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
 from pdcore.scheduler.policy import SchedulingPolicy
 from pdcore.scheduler.quarantine import Quarantine
-from pdcore.scheduler.state import RequestState, move
+from pdcore.scheduler.state import RequestState, move, move_back
 from pdcore.scheduler.table import RequestTable
 from pdcore.scheduler.waiting import QueueNumbers, WaitingTable
 
@@ -185,7 +185,7 @@ class Core:
             self.waiting.remove(state)
             self.counters.num_preemptions -= 1
             state.num_preemptions -= 1
-            state.status = state.history.pop()
+            move_back(state)
             state.queue_key = queue_key
 
         self.record(undo)
@@ -244,7 +244,7 @@ class Core:
             ):
                 reason, cause = FinishReason.ERROR, f"its KV could not be handed over: {trouble}"
         if state.row >= 0:
-            num_tokens = int(self.table.num_tokens[state.row])
+            num_tokens = self.table.num_tokens.item(state.row)
         else:
             num_tokens = len(state.sequence)
             self._leave_queues(state)

@@ -46,26 +46,28 @@ class Dispatch:
     def run(self, plan: Plan) -> SchedulerOutput:
         """Advance the counters of the rows that run, and put the plan into words."""
         core, table = self._core, self._core.table
-        rows, num_tokens = plan.all_rows()
-        batch = table.batch_of(rows)
+        # Rows run in running order, so that all of them are the table's batch.
+        batch = table.batch if 0 < plan.num_rows == len(table) else None
+        rows = plan.all_rows() if batch is None else batch.at
         index = rows if batch is None else batch.index
         computed = table.num_computed[index]
         before = computed.astype(np.int32)
-        if batch is not None and num_tokens is batch.ones:
+        if batch is not None and plan.num_tokens is batch.ones:
             after = computed + _ONE
             samples, num_planned = batch.all_sample, rows.size
             num_scheduled = batch.num_scheduled
         else:
+            num_tokens = plan.all_tokens()
             num_scheduled = num_tokens.astype(np.int32)
             after = computed + num_tokens
-            samples = after == table.num_tokens[rows] + table.num_in_flight[rows]
+            samples = after == table.num_tokens[index] + table.num_in_flight[index]
             num_planned = core.limits.max_num_batched_tokens - plan.token_budget
             table.is_level = rows.size == len(table) and all_set(samples)
         table.num_computed[index] = after
         table.num_in_flight[index] += samples
         core.counters.num_steps += 1
         core.counters.num_scheduled_tokens += num_planned
-        new_reqs, delta = self._describe_new(plan, rows, before)
+        new_reqs, delta = self._describe_new(plan, before)
         finished_rows, core.finished_rows = core.finished_rows, []
 
         def undo() -> None:
@@ -108,7 +110,7 @@ class Dispatch:
         return output if meta is None else attrs.evolve(output, connector_meta=meta)
 
     def _describe_new(
-        self, plan: Plan, rows: Rows, computed: npt.NDArray[np.int32]
+        self, plan: Plan, computed: npt.NDArray[np.int32]
     ) -> tuple[tuple[NewRequestData, ...], BlockTableDelta]:
         """Rows that the workers must be told of in full, and the table changes of the others."""
         core, table = self._core, self._core.table
@@ -116,7 +118,8 @@ class Dispatch:
         if not (plan.admitted_rows or table.num_to_refresh):
             return (), delta
         # Those admitted in this step come last.
-        places = np.arange(rows.size - len(plan.admitted_rows), rows.size)
+        told = zip(plan.admitted_rows, computed[plan.rows.size :].tolist(), strict=True)
+        new_reqs = [self._new_request_data(row, num_computed) for row, num_computed in told]
         if table.num_to_refresh:
             is_stale = table.needs_refresh[plan.rows]
             refreshed = plan.rows[is_stale]
@@ -124,20 +127,21 @@ class Dispatch:
             core.record(lambda: table.refresh(refreshed, needed=True))
             kept = ~np.isin(delta.rows, refreshed)
             delta = BlockTableDelta(delta.rows[kept], delta.positions[kept], delta.ids[kept])
-            places = np.concatenate((np.flatnonzero(is_stale), places))
-        if not places.size:
-            return (), delta
-        told = zip(rows[places].tolist(), computed[places].tolist(), strict=True)
-        return tuple(self._new_request_data(row, num_computed) for row, num_computed in told), delta
+            stale = zip(
+                refreshed.tolist(), computed[: plan.rows.size][is_stale].tolist(), strict=True
+            )
+            new_reqs[:0] = [
+                self._new_request_data(row, num_computed) for row, num_computed in stale
+            ]
+        return tuple(new_reqs), delta
 
     def _new_request_data(self, row: int, num_computed: int) -> NewRequestData:
         core, table = self._core, self._core.table
         state = table.state(row)
-        if len(state.sequence) < table.num_tokens[row]:
-            table.flush(row)
+        table.flush(row)
         return NewRequestData(
             row=row,
-            epoch=int(table.epoch[row]),
+            epoch=table.epoch.item(row),
             uid=state.uid,
             request_id=state.request_id,
             token_ids=state.sequence.tokens(),

@@ -12,7 +12,7 @@ from pdcore.request import RequestStatus
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
-from pdcore.scheduler.state import RequestState, move
+from pdcore.scheduler.state import RequestState, move, move_back
 from pdcore.scheduler.waiting import WaitingTable
 
 __all__ = ["Loading"]
@@ -68,7 +68,7 @@ class Loading:
         def undo() -> None:
             core.alarms.cancel(("load", load.transfer))
             del core.parked[state.uid]
-            state.status = state.history.pop()
+            move_back(state)
             state.load = None
             state.block_ids, state.num_computed_tokens, state.num_local_tokens = before
 

@@ -50,11 +50,23 @@ class Plan:
                     delta.rows[kept], delta.positions[kept], delta.ids[kept]
                 )
 
-    def all_rows(self) -> tuple[Rows, Rows]:
-        """Every row that runs and its tokens, in running order."""
-        if not self.admitted_rows:
-            return self.rows, self.num_tokens
-        return (
-            np.concatenate((self.rows, np.array(self.admitted_rows, np.intp))),
-            np.concatenate((self.num_tokens, np.array(self.admitted_tokens, np.intp))),
-        )
+    @property
+    def num_rows(self) -> int:
+        """How many rows run."""
+        return self.rows.size + len(self.admitted_rows)
+
+    def all_rows(self) -> Rows:
+        """Every row that runs, in running order."""
+        return _joined(self.rows, self.admitted_rows)
+
+    def all_tokens(self) -> Rows:
+        """How many tokens each of `all_rows` computes."""
+        return _joined(self.num_tokens, self.admitted_tokens)
+
+
+def _joined(running: Rows, admitted: list[int]) -> Rows:
+    if not admitted:
+        return running
+    if not running.size:
+        return np.array(admitted, np.intp)
+    return np.concatenate((running, np.array(admitted, np.intp)))

@@ -10,12 +10,15 @@ from pdcore.kvcache.manager import PrefixHit
 from pdcore.request import RequestStatus
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
-from pdcore.scheduler.state import RequestState, move
+from pdcore.scheduler.state import RequestState, move, move_back
 
 __all__ = ["Start", "Starting"]
 
+# What a start changes of a request: its blocks, computed and cached tokens, whether it had started.
+_Before = tuple[npt.NDArray[np.int32] | None, int, int, bool]
 
-@attrs.frozen(kw_only=True, eq=False)
+
+@attrs.define(kw_only=True, eq=False)
 class Start:
     """A request that was admitted.
 
@@ -79,49 +82,33 @@ class Starting:
         starts, self._starts = self._starts, []
         if not starts:
             return
-        core, manager, plan = self._core, self._core.manager, self._plan
+        core, plan = self._core, self._plan
         self.num_blocks = 0
         self._first_keys.clear()
         states = [start.state for start in starts]
-        self._count(starts)
         blocks = self._allocate(starts)
         rows = core.table.assign(
             states, [start.num_computed for start in starts], step=plan.step_id
         )
-        manager.bind(rows, blocks, num_published=[start.num_published for start in starts])
-        core.record(lambda: core.table.take_back(rows))
-        for state in states:
-            self._move(state)
-        plan.admitted_rows += rows.tolist()
+        befores = [self._begin(start) for start in starts]
+        core.record(lambda: self._take_back(starts, rows, befores))
+        plan.admitted_rows += rows
         plan.admitted_tokens += [start.num_tokens for start in starts]
-        ends = [start.num_computed + start.num_tokens for start in starts]
-        manager.publish_starts(rows, [state.sequence for state in states], ends, step=plan.step_id)
-
-    def _count(self, starts: list[Start]) -> None:
-        """Count what the prefix cache was asked for and what it had."""
-        counters = self._core.counters
-        before = counters.num_prefix_queried_tokens, counters.num_prefix_hit_tokens
-        if self._core.manager.enable_prefix_caching:
-            for start in starts:
-                counters.num_prefix_queried_tokens += len(start.state.sequence)
-                counters.num_prefix_hit_tokens += start.num_hit_tokens
-        firsts = [start for start in starts if not start.state.was_admitted]
-        for start in firsts:
-            start.state.num_cached_tokens = start.num_hit_tokens
-            start.state.was_admitted = True
-
-        def undo() -> None:
-            counters.num_prefix_queried_tokens, counters.num_prefix_hit_tokens = before
-            for start in firsts:
-                start.state.num_cached_tokens = 0
-                start.state.was_admitted = False
-
-        self._core.record(undo)
+        core.manager.bind(
+            rows,
+            blocks,
+            [state.sequence for state in states],
+            num_published=[start.num_published for start in starts],
+            num_tokens=[start.num_computed + start.num_tokens for start in starts],
+            step=plan.step_id,
+        )
 
     def _allocate(self, starts: list[Start]) -> list[npt.NDArray[np.int32]]:
         """The blocks of each, those that it has first."""
-        total = sum(start.num_fresh_blocks for start in starts)
-        fresh = self._core.manager.pool.allocate(total)
+        pool = self._core.manager.pool
+        if len(starts) == 1 and starts[0].blocks is None:
+            return [pool.allocate(starts[0].num_fresh_blocks)]
+        fresh = pool.allocate(sum(start.num_fresh_blocks for start in starts))
         blocks, end = [], 0
         for start in starts:
             begin, end = end, end + start.num_fresh_blocks
@@ -129,14 +116,38 @@ class Starting:
             blocks.append(ids if start.blocks is None else np.concatenate((start.blocks, ids)))
         return blocks
 
-    def _move(self, state: RequestState) -> None:
-        before = state.block_ids, state.num_computed_tokens
+    def _begin(self, start: Start) -> _Before:
+        """Make a request a running one, and count what the prefix cache had of it."""
+        counters, state = self._core.counters, start.state
+        before = (
+            state.block_ids,
+            state.num_computed_tokens,
+            state.num_cached_tokens,
+            state.was_admitted,
+        )
         state.block_ids = None
         state.num_computed_tokens = 0
+        if not state.was_admitted:
+            state.num_cached_tokens = start.num_hit_tokens
+            state.was_admitted = True
+        if self._core.manager.enable_prefix_caching:
+            counters.num_prefix_queried_tokens += len(state.sequence)
+            counters.num_prefix_hit_tokens += start.num_hit_tokens
         move(state, RequestStatus.RUNNING)
+        return before
 
-        def undo() -> None:
-            state.status = state.history.pop()
-            state.block_ids, state.num_computed_tokens = before
-
-        self._core.record(undo)
+    def _take_back(self, starts: list[Start], rows: list[int], befores: list[_Before]) -> None:
+        counters = self._core.counters
+        self._core.table.take_back(rows)
+        for start, before in zip(starts, befores, strict=True):
+            state = start.state
+            move_back(state)
+            (
+                state.block_ids,
+                state.num_computed_tokens,
+                state.num_cached_tokens,
+                state.was_admitted,
+            ) = before
+            if self._core.manager.enable_prefix_caching:
+                counters.num_prefix_queried_tokens -= len(state.sequence)
+                counters.num_prefix_hit_tokens -= start.num_hit_tokens

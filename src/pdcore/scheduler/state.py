@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import attrs
@@ -13,10 +12,11 @@ from pdcore.connector.base import KVLoad
 from pdcore.errors import IllegalTransition
 from pdcore.kvcache.sequence import TokenSequence
 from pdcore.request import TRANSITIONS, Request, RequestStatus
-from pdcore.scheduler.base import RequestHandle
 from pdcore.scheduler.grammar import GrammarMatcher
 
-__all__ = ["RequestState", "move"]
+__all__ = ["RequestState", "move", "move_back"]
+
+_HISTORY_LENGTH = 16
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -27,7 +27,7 @@ class RequestState:
     ``block_ids`` here are used only without a row, between a load and the admission that follows.
 
     Args:
-        handle: its id and uid.
+        uid: the scheduler's number for it, never reused; request_id: the application's.
         request: what was asked for.
         sequence: its tokens, without those in the row's tail buffer.
         limit: the most tokens, prompt included, it can come to.
@@ -49,7 +49,8 @@ class RequestState:
         matcher: its grammar, compiled.
     """
 
-    handle: RequestHandle
+    uid: int
+    request_id: str
     request: Request
     sequence: TokenSequence
     limit: int
@@ -57,7 +58,7 @@ class RequestState:
     arrival_time: float
     queue_key: tuple[Any, int]
     status: RequestStatus = RequestStatus.WAITING
-    history: deque[RequestStatus] = attrs.field(factory=lambda: deque(maxlen=16))
+    history: tuple[RequestStatus, ...] = ()
     row: int = -1
     block_ids: npt.NDArray[np.int32] | None = None
     num_computed_tokens: int = 0
@@ -77,14 +78,6 @@ class RequestState:
     num_preemptions: int = 0
 
     @property
-    def uid(self) -> int:
-        return self.handle.uid
-
-    @property
-    def request_id(self) -> str:
-        return self.handle.request_id
-
-    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -102,5 +95,11 @@ def move(state: RequestState, status: RequestStatus) -> None:
             f"request {state.request_id!r} cannot become {status.value}: it went {history}, "
             f"from where it may become {', '.join(allowed)}"
         )
-    state.history.append(state.status)
+    state.history = (*state.history[1 - _HISTORY_LENGTH :], state.status)
     state.status = status
+
+
+def move_back(state: RequestState) -> None:
+    """Undo the last `move`."""
+    state.status = state.history[-1]
+    state.history = state.history[:-1]

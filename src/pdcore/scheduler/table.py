@@ -45,7 +45,6 @@ class RunningBatch:
     all_sample: npt.NDArray[np.bool_]
 
 
-_ONE = np.array(1, np.int32)
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 
@@ -117,11 +116,15 @@ class RequestTable:
         self.num_with_matcher = 0
         self.num_to_refresh = 0
         # Epochs never go back, though a plan that is taken back restores a row's former tenant.
-        self._last_epoch = np.zeros(num_rows, np.int32)
+        self._last_epoch = [0] * num_rows
         self._order = np.zeros(num_rows, np.intp)
         self._num_running = 0
         self._free = list(range(num_rows - 1, -1, -1))
         self._batch: RunningBatch | None = None
+        # What every batch has a part of.
+        self._ones = _frozen(np.ones(num_rows, np.intp))
+        self._num_scheduled = _frozen(np.ones(num_rows, np.int32))
+        self._all_sample = _frozen(np.ones(num_rows, np.bool_))
         self.is_level = False
 
     def __len__(self) -> int:
@@ -138,17 +141,17 @@ class RequestTable:
         batch = self._batch
         if batch is None:
             at = self.running.copy()
-            start, end = (int(at[0]), int(at[-1]) + 1) if at.size else (0, 0)
-            in_order = end - start == at.size and all_set(at[1:] > at[:-1])
+            start, end = (at.item(0), at.item(-1) + 1) if at.size else (0, 0)
+            in_order = end - start == at.size and (at.size == 1 or all_set(at[1:] > at[:-1]))
             batch = self._batch = RunningBatch(
                 rows=_frozen(at.astype(np.int32)),
                 at=_frozen(at),
                 index=slice(start, end) if in_order else at,
                 epochs=_frozen(self.epoch[at]),
                 request_ids=self.request_ids[at].tolist(),
-                ones=_frozen(np.ones(at.size, np.intp)),
-                num_scheduled=_frozen(np.ones(at.size, np.int32)),
-                all_sample=_frozen(np.ones(at.size, np.bool_)),
+                ones=self._ones[: at.size],
+                num_scheduled=self._num_scheduled[: at.size],
+                all_sample=self._all_sample[: at.size],
             )
         return batch
 
@@ -167,37 +170,31 @@ class RequestTable:
         assert state is not None
         return state
 
-    def assign(self, states: list[RequestState], num_computed: list[int], *, step: int) -> Rows:
+    def assign(
+        self, states: list[RequestState], num_computed: list[int], *, step: int
+    ) -> list[int]:
         """Give each request a free row, in this order the last in running order; return them.
 
-        There must be so many free rows. A fixed number of array operations, and a few more calls
-        for each request.
+        There must be so many free rows. Costs about a dozen single writes for each request.
         """
-        num_rows, end = len(states), self._num_running
-        rows = self._free[: -num_rows - 1 : -1]
-        del self._free[-num_rows:]
-        at = np.array(rows, np.intp)
-        self._numbers[:, at] = np.array(
-            [_numbers_of(*start, step) for start in zip(states, num_computed, strict=True)]
-        ).T
-        self.arrival_time[at] = [state.arrival_time for state in states]
-        self._last_epoch[at] += _ONE
-        self.epoch[at] = self._last_epoch[at]
-        self._order[end : end + num_rows] = at
-        self._num_running += num_rows
-        for row, state in zip(rows, states, strict=True):
-            num_tokens = len(state.sequence)
-            start = (num_tokens - 1) // self.block_size * self.block_size
-            self.tail[row, : num_tokens - start] = state.sequence.slice(start, num_tokens)
+        rows = [self._free.pop() for _ in states]
+        start, self._num_running = self._num_running, self._num_running + len(rows)
+        self._order[start : self._num_running] = rows
+        for row, state, computed in zip(rows, states, num_computed, strict=True):
+            self._numbers[:, row] = _numbers_of(state, computed, step)
+            self.arrival_time[row] = state.arrival_time
+            self.epoch[row] = self._last_epoch[row] = self._last_epoch[row] + 1
             self.has_stop_ids[row] = bool(state.request.sampling.stop_token_ids)
             self.has_matcher[row] = state.matcher is not None
+            tail = state.sequence.last_block(self.block_size)
+            self.tail[row, : tail.size] = tail
             self._attach(row, state)
-        return at
+        return rows
 
     def release(self, row: int) -> int:
         """Take a row back; return its place in running order. Its tokens must be flushed first."""
         order, end = self._order, self._num_running
-        place = int(np.flatnonzero(order[:end] == row)[0])
+        place = int((order[:end] == row).argmax())
         order[place : end - 1] = order[place + 1 : end]
         self._num_running -= 1
         self._detach(row)
@@ -206,9 +203,6 @@ class RequestTable:
 
     def release_rows(self, rows: list[int]) -> None:
         """Take rows back, one after the other, without their tokens."""
-        if len(rows) == 1:
-            self.release(rows[0])
-            return
         for row in rows:
             self._detach(row)
         running = self.running
@@ -234,14 +228,14 @@ class RequestTable:
 
         return undo
 
-    def take_back(self, rows: Rows) -> None:
+    def take_back(self, rows: list[int]) -> None:
         """Undo `assign`, the epochs excepted, given that the rows are the last in running order."""
-        for row in reversed(rows.tolist()):
+        for row in reversed(rows):
             self.release(row)
 
     def flush(self, row: int) -> None:
         """Move the tokens that are only in the tail buffer into the request's sequence."""
-        sequence, end = self.state(row).sequence, int(self.num_tokens[row])
+        sequence, end = self.state(row).sequence, self.num_tokens.item(row)
         start = len(sequence)
         if start < end:
             offset = start % self.block_size
@@ -278,10 +272,7 @@ class RequestTable:
         state.row = row
         self.states[row] = state
         self.request_ids[row] = state.request_id
-        self.num_with_eos += bool(self.eos[row] >= 0)
-        self.num_with_stop_ids += bool(self.has_stop_ids[row])
-        self.num_with_matcher += bool(self.has_matcher[row])
-        self.num_to_refresh += bool(self.needs_refresh[row])
+        self._count_kinds(row, 1)
 
     def _detach(self, row: int) -> None:
         self._batch = None
@@ -290,12 +281,15 @@ class RequestTable:
         self.epoch[row] = 0
         self.states[row] = None
         self.request_ids[row] = None
-        self.num_with_eos -= bool(self.eos[row] >= 0)
-        self.num_with_stop_ids -= bool(self.has_stop_ids[row])
-        self.num_with_matcher -= bool(self.has_matcher[row])
-        if self.needs_refresh[row]:
-            self.needs_refresh[row] = False
-            self.num_to_refresh -= 1
+        self._count_kinds(row, -1)
+        self.needs_refresh[row] = False
+
+    def _count_kinds(self, row: int, sign: int) -> None:
+        """Count a row in, or out, among those that need what most do not."""
+        self.num_with_eos += sign * (self.eos.item(row) >= 0)
+        self.num_with_stop_ids += sign * self.has_stop_ids.item(row)
+        self.num_with_matcher += sign * self.has_matcher.item(row)
+        self.num_to_refresh += sign * self.needs_refresh.item(row)
 
 
 def _numbers_of(state: RequestState, num_computed: int, step: int) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ class UnifiedScheduler(Scheduler):
             self._compile(state)
         else:
             core.enqueue(state)
-        return state.handle
+        return RequestHandle(request.request_id, uid)
 
     def abort_requests(self, requests: Iterable[str | RequestHandle]) -> None:
         core = self._core
@@ -414,7 +414,8 @@ class UnifiedScheduler(Scheduler):
         limited_by_pool = self._pool_limit < limit
         assert request.arrival_time is not None
         return RequestState(
-            handle=RequestHandle(request.request_id, uid),
+            uid=uid,
+            request_id=request.request_id,
             request=request,
             sequence=TokenSequence(
                 request.prompt_token_ids, cache_salt=request.cache_salt, lora=request.lora
