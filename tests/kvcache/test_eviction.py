@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.kvcache import LRUOrder
 
-NUM_BLOCKS = 9
 
-
-@given(st.data())
-def test_lru_order_is_a_list_that_can_be_undone(data: st.DataObject) -> None:
+@pytest.mark.parametrize("num_blocks", [9, 150])
+@given(data=st.data())
+def test_lru_order_is_a_list_that_can_be_undone(num_blocks: int, data: st.DataObject) -> None:
     """append, discard and pop act as on a list, and undoing the last ones brings it back."""
-    order, model = LRUOrder(NUM_BLOCKS), []
+    order, model = LRUOrder(num_blocks), []
     history = []
     for _ in range(data.draw(st.integers(0, 60))):
         before = list(model)
-        outside = sorted(set(range(1, NUM_BLOCKS)) - set(model))
+        outside = sorted(set(range(1, num_blocks)) - set(model))
         kind = data.draw(st.sampled_from(["append", "discard", "pop", "undo"]))
         if kind == "append":
             ids = data.draw(st.permutations(outside))[: data.draw(st.integers(0, len(outside)))]
@@ -41,4 +41,4 @@ def test_lru_order_is_a_list_that_can_be_undone(data: st.DataObject) -> None:
             model = list(model)
         assert order.ids().tolist() == model
         assert len(order) == len(model)
-        assert order.contains(np.arange(NUM_BLOCKS)).nonzero()[0].tolist() == sorted(model)
+        assert order.contains(np.arange(num_blocks)).nonzero()[0].tolist() == sorted(model)

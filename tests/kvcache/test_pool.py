@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import partial
 from typing import Any
 
@@ -106,3 +107,14 @@ def test_a_hold_on_what_is_no_block_is_refused(blocks: list[Any]) -> None:
     with pytest.raises(BlockMisuse):
         pool.hold(np.array(blocks), owner="o", reason=HoldReason.SEND)
     assert not pool.holds()
+
+
+def test_a_block_takes_about_25_bytes() -> None:
+    """Of which nothing is for holds or for an order of eviction that nobody has used yet."""
+    num_blocks = 100_000
+    tracemalloc.start()
+    pool = LRUBlockPool(num_blocks, 16)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes / num_blocks < 26
+    assert pool.num_free_blocks == num_blocks - 1

@@ -13,6 +13,8 @@ __all__ = ["EvictionOrder", "LRUOrder"]
 Blocks = npt.NDArray[np.intp]
 Undo = Callable[[], None]
 
+_LEAST_CAPACITY = 64
+
 
 class EvictionOrder(ABC):
     """The evictable blocks, in the order in which they go.
@@ -49,16 +51,17 @@ class EvictionOrder(ABC):
 class LRUOrder(EvictionOrder):
     """Least recently released first.
 
-    A ring of block ids with each block's position beside it. A block that leaves from the middle
-    only forgets its position; the stale entry is passed over later. Every change costs amortised
-    O(1) a block and a fixed number of array operations.
+    A ring of block ids, with each block's place in the ring beside it. A block that leaves from the
+    middle only forgets its place; the stale entry is passed over later. The ring grows with what is
+    in it. Every change costs amortised O(1) a block and a fixed number of array operations.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        capacity = 1 << (2 * int(num_blocks) - 1).bit_length()
-        self._mask = capacity - 1
-        self._ring = np.zeros(capacity, np.int32)
-        self._position = np.full(num_blocks, -1, np.int64)
+        self._ring = np.zeros(_LEAST_CAPACITY, np.int32)
+        self._mask = self._ring.size - 1
+        # Of blocks that are not in the order: -1.
+        self._place = np.full(num_blocks, -1, np.int32)
+        # Both only go up; the place of an entry is its number within the ring's size.
         self._head = 0
         self._tail = 0
         self._length = 0
@@ -68,19 +71,20 @@ class LRUOrder(EvictionOrder):
 
     def append(self, ids: Blocks) -> Undo:
         undo_compaction = self._make_room(ids.size)
-        tail = self._tail
-        positions = np.arange(tail, tail + ids.size)
-        start = tail & self._mask
-        if start + ids.size <= self._ring.size:
-            self._ring[start : start + ids.size] = ids
+        tail, start = self._tail, self._tail & self._mask
+        end = start + ids.size
+        places = np.arange(start, end)
+        if end <= self._ring.size:
+            self._ring[start:end] = ids
         else:
-            self._ring[positions & self._mask] = ids
-        self._position[ids] = positions
+            places &= self._mask
+            self._ring[places] = ids
+        self._place[ids] = places
         self._tail += ids.size
         self._length += ids.size
 
         def undo() -> None:
-            self._position[ids] = -1
+            self._place[ids] = -1
             self._tail = tail
             self._length -= ids.size
             if undo_compaction is not None:
@@ -89,58 +93,68 @@ class LRUOrder(EvictionOrder):
         return undo
 
     def discard(self, ids: Blocks) -> Undo:
-        positions = self._position[ids]
-        self._position[ids] = -1
+        places = self._place[ids]
+        self._place[ids] = -1
         self._length -= ids.size
-        return lambda: self._put_back(ids, positions, self._head)
+        return lambda: self._put_back(ids, places, self._head)
 
     def pop(self, n: int) -> tuple[Blocks, Undo]:
         head = self._head
         found: list[Blocks] = []
         missing = n
         while missing:
-            window = np.arange(self._head, min(self._head + max(missing, 8), self._tail))
-            candidates = self._ring[window & self._mask].astype(np.intp)
-            live = np.flatnonzero(self._position[candidates] == window)[:missing]
+            window, candidates, is_live = self._entries(
+                self._head, min(self._head + max(missing, 8), self._tail)
+            )
+            live = is_live.nonzero()[0][:missing]
             found.append(candidates[live])
             missing -= live.size
             self._head = int(window[-1 if missing else live[-1]]) + 1
         ids = found[0] if len(found) == 1 else np.concatenate(found)
-        positions = self._position[ids]
-        self._position[ids] = -1
+        places = self._place[ids]
+        self._place[ids] = -1
         self._length -= n
-        return ids, lambda: self._put_back(ids, positions, head)
+        return ids, lambda: self._put_back(ids, places, head)
 
     def contains(self, ids: Blocks) -> npt.NDArray[np.bool_]:
-        contained: npt.NDArray[np.bool_] = self._position[ids] >= 0
+        contained: npt.NDArray[np.bool_] = self._place[ids] >= 0
         return contained
 
     def ids(self) -> Blocks:
-        window = np.arange(self._head, self._tail)
-        candidates = self._ring[window & self._mask].astype(np.intp)
-        live: Blocks = candidates[self._position[candidates] == window]
+        _, candidates, is_live = self._entries(self._head, self._tail)
+        live: Blocks = candidates[is_live]
         return live
 
-    def _put_back(self, ids: Blocks, positions: npt.NDArray[np.int64], head: int) -> None:
-        # The ring's slots may have been reused since, so the ids are written again.
-        self._ring[positions & self._mask] = ids
-        self._position[ids] = positions
+    def _entries(self, start: int, end: int) -> tuple[Blocks, Blocks, npt.NDArray[np.bool_]]:
+        """The numbers of a run of entries, their blocks, and which of them are not stale."""
+        window = np.arange(start, end)
+        places = window & self._mask
+        candidates = self._ring[places].astype(np.intp)
+        return window, candidates, self._place[candidates] == places
+
+    def _put_back(self, ids: Blocks, places: npt.NDArray[np.int32], head: int) -> None:
+        # The ring's entries may have been reused since, so the ids are written again.
+        self._ring[places] = ids
+        self._place[ids] = places
         self._head = head
         self._length += ids.size
 
     def _make_room(self, n: int) -> Undo | None:
-        """Drop the stale entries when the ring has no room for ``n`` more."""
+        """Make a new ring, without the stale entries, when this one has no room for ``n`` more."""
         if self._tail - self._head + n <= self._ring.size:
             return None
-        before = (self._ring.copy(), self._position.copy(), self._head, self._tail)
         live = self.ids()
-        self._head = self._tail
-        self._tail += live.size
-        positions = np.arange(self._head, self._tail)
-        self._ring[positions & self._mask] = live
-        self._position[live] = positions
+        before = (self._ring, self._mask, self._head, self._tail)
+        places = self._place[live]
+        capacity = 1 << (2 * (live.size + n) - 1).bit_length()
+        self._ring = np.zeros(max(capacity, _LEAST_CAPACITY), np.int32)
+        self._mask = self._ring.size - 1
+        self._head, self._tail = 0, live.size
+        self._ring[: live.size] = live
+        self._place[live] = np.arange(live.size)
 
         def undo() -> None:
-            self._ring, self._position, self._head, self._tail = before
+            self._ring, self._mask, self._head, self._tail = before
+            self._place[live] = places
 
         return undo

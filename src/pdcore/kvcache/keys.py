@@ -9,15 +9,12 @@ import numpy.typing as npt
 
 from pdcore.kvcache.events import BlockRemoved, BlockStored, CacheCleared, KVEvent
 from pdcore.kvcache.index import PrefixIndex
-from pdcore.masks import any_set
 
 __all__ = ["BlockKeys"]
 
 BlockIds = npt.NDArray[np.int32]
 Blocks = npt.NDArray[np.intp]
 Parents = Sequence[bytes | None]
-
-_WRITTEN = np.iinfo(np.int64).min
 
 
 class BlockKeys:
@@ -34,9 +31,8 @@ class BlockKeys:
 
     def __init__(self, num_blocks: int, *, enable_events: bool) -> None:
         self.is_keyed = np.zeros(num_blocks, np.bool_)
-        self._key = np.full(num_blocks, None, np.object_)
-        # The step that writes a block whose key is provisional.
-        self._writer = np.full(num_blocks, _WRITTEN, np.int64)
+        # Empty arrays of objects hold None.
+        self._key = np.empty(num_blocks, np.object_)
         # In order of publication: step -> its provisional blocks.
         self._provisional: dict[int, dict[int, None]] = {}
         self._index = PrefixIndex()
@@ -66,7 +62,6 @@ class BlockKeys:
         self._index.add(keys, blocks)
         self._key[ids] = keys
         self.is_keyed[ids] = True
-        self._writer[ids] = step
         if step in self._provisional:
             self._provisional[step].update(blocks)
         else:
@@ -83,10 +78,8 @@ class BlockKeys:
         blocks = self._provisional.pop(step, None)
         if not blocks:
             return
-        ids = np.fromiter(blocks, np.intp, len(blocks))
-        self._writer[ids] = _WRITTEN
         if self._parent is not None:
-            keys = self._key[ids].tolist()
+            keys = self._key[np.fromiter(blocks, np.intp, len(blocks))].tolist()
             self._events += [
                 BlockStored(key, self._parent[block], block)
                 for block, key in zip(blocks, keys, strict=True)
@@ -94,30 +87,25 @@ class BlockKeys:
 
     def forget(self, ids: Blocks) -> Callable[[], None]:
         """Drop the keys of distinct blocks that have one; return what undoes it."""
-        blocks, keys, writers = ids.tolist(), self._key[ids].tolist(), self._writer[ids]
+        blocks, keys = ids.tolist(), self._key[ids].tolist()
         entries = self._index.remove(keys, blocks)
         self._key[ids] = None
         self.is_keyed[ids] = False
-        self._writer[ids] = _WRITTEN
-        provisional = writers != _WRITTEN
-        pending: dict[int, dict[int, None]] = {}
-        if any_set(provisional):
-            # Whole, since the order of publication counts.
-            pending = {
-                step: self._provisional[step].copy() for step in set(writers[provisional].tolist())
-            }
-            self._drop_provisional(ids[provisional].tolist(), writers[provisional].tolist())
-        parents = self._forget_parents(blocks, keys, ids[~provisional])
+        pending = self._drop_provisional(blocks)
+        written: list[int] = []
+        if self._parent is not None:
+            unwritten = set().union(*pending.values())
+            written = [block for block in blocks if block not in unwritten]
+        parents = self._forget_parents(blocks, keys, written)
 
         def undo() -> None:
             self._index.restore(keys, entries)
             self._key[ids] = keys
             self.is_keyed[ids] = True
-            self._writer[ids] = writers
             self._provisional.update(pending)
             if self._parent is not None:
                 self._parent.update(parents)
-                self._take_back_removals(ids[~provisional].tolist())
+                self._take_back_removals(written)
 
         return undo
 
@@ -125,7 +113,6 @@ class BlockKeys:
         """Drop every key at once."""
         self._key[:] = None
         self.is_keyed[:] = False
-        self._writer[:] = _WRITTEN
         self._provisional.clear()
         self._index.clear()
         if self._parent is not None:
@@ -141,13 +128,12 @@ class BlockKeys:
         """Whether blocks, columns and index name the same keys. Cost: O(blocks)."""
         keyed = {block: key for block, key in enumerate(self._key.tolist()) if key is not None}
         indexed = [(block, key) for key, blocks in self._index.items() for block in blocks]
-        pending = [(block, step) for step, blocks in self._provisional.items() for block in blocks]
-        written_later = np.flatnonzero(self._writer != _WRITTEN)
+        pending = [block for blocks in self._provisional.values() for block in blocks]
         return (
             sorted(indexed) == sorted(keyed.items())
             and sorted(keyed) == np.flatnonzero(self.is_keyed).tolist()
-            and sorted(pending)
-            == list(zip(written_later.tolist(), self._writer[written_later].tolist(), strict=True))
+            and len(set(pending)) == len(pending)
+            and keyed.keys() >= set(pending)
             and (self._parent is None or sorted(self._parent) == sorted(keyed))
         )
 
@@ -156,21 +142,32 @@ class BlockKeys:
         writers = [(step, list(blocks)) for step, blocks in sorted(self._provisional.items())]
         return repr((sorted(self._index.items()), writers)).encode()
 
-    def _drop_provisional(self, blocks: list[int], steps: list[int]) -> None:
-        for block, step in zip(blocks, steps, strict=True):
-            del self._provisional[step][block]
-            if not self._provisional[step]:
+    def _drop_provisional(self, blocks: list[int]) -> dict[int, dict[int, None]]:
+        """Forget which steps write some blocks; return what was known of those steps."""
+        # Whole, since the order of publication counts.
+        before = {
+            step: held
+            for step, held in self._provisional.items()
+            if not held.keys().isdisjoint(blocks)
+        }
+        for step, held in before.items():
+            left = held.copy()
+            for block in blocks:
+                left.pop(block, None)
+            self._provisional[step] = left
+            if not left:
                 del self._provisional[step]
+        return before
 
     def _forget_parents(
-        self, blocks: list[int], keys: list[bytes], written: Blocks
+        self, blocks: list[int], keys: list[bytes], written: list[int]
     ) -> dict[int, bytes | None]:
         """Report the removal of written blocks; return the parents' keys of all."""
         if self._parent is None:
             return {}
         parents = {block: self._parent.pop(block) for block in blocks}
         key_of = dict(zip(blocks, keys, strict=True))
-        self._events += [BlockRemoved(key_of[block], block) for block in written.tolist()]
+        self._events += [BlockRemoved(key_of[block], block) for block in written]
         return parents
 
     def _take_back_removals(self, blocks: list[int]) -> None:

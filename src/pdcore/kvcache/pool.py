@@ -12,8 +12,9 @@ from pdcore.errors import BlockMisuse, InvariantBroken, OutOfBlocks
 from pdcore.kvcache.base import BlockCounts, BlockPool
 from pdcore.kvcache.events import KVEvent
 from pdcore.kvcache.eviction import EvictionOrder, LRUOrder
-from pdcore.kvcache.holds import Hold, HoldReason
+from pdcore.kvcache.holds import Hold, HoldBook, HoldReason
 from pdcore.kvcache.keys import BlockKeys
+from pdcore.kvcache.references import References
 from pdcore.masks import all_set, any_set
 
 __all__ = ["LRUBlockPool"]
@@ -21,16 +22,17 @@ __all__ = ["LRUBlockPool"]
 BlockIds = npt.NDArray[np.int32]
 Blocks = npt.NDArray[np.intp]
 
-_NULL_REFS = 1 << 30
-# Arrays, since numpy adds and compares those faster than Python's integers.
-_ZERO, _ONE = np.array(0, np.int32), np.array(1, np.int32)
+# An array, since numpy adds it faster than one of Python's integers.
+_ONE = np.array(1, np.uint32)
+_NO_BLOCKS = np.zeros(0, np.int32)
 
 
 class LRUBlockPool(BlockPool):
     """A `BlockPool` that evicts the least recently released prefix.
 
     Every call costs a fixed number of array operations, plus a dictionary operation or two for each
-    key that is published, found or dropped. A pool takes about 50 bytes a block.
+    key that is published, found or dropped. A pool takes about 25 bytes a block; the
+    order of eviction and the index grow with what is cached.
 
     Args:
         num_blocks: how many blocks there are, the null block included; at least 2.
@@ -49,21 +51,16 @@ class LRUBlockPool(BlockPool):
     ) -> None:
         super().__init__(num_blocks, block_size)
         self._end = np.array(num_blocks, np.uintp)
-        self._num_refs = np.zeros(num_blocks, np.int32)
-        # So many that it never counts as given back, however often it is released.
-        self._num_refs[0] = _NULL_REFS
-        self._num_holds = np.zeros(num_blocks, np.int32)
-        self._num_quarantines = np.zeros(num_blocks, np.int32)
-        self._generation = np.zeros(num_blocks, np.int64)
+        self._refs = References(num_blocks)
+        # Begins anew after 2**32, which no ticket lives to see.
+        self._generation = np.zeros(num_blocks, np.uint32)
         self.reports_events = enable_events
         self._keys = BlockKeys(num_blocks, enable_events=enable_events)
         # Popped from the end, so that a new pool hands out 1, 2, 3, ...
         self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
         self._num_free = num_blocks - 1
         self._evictable = LRUOrder(num_blocks) if eviction is None else eviction
-        self._scratch = np.zeros(num_blocks, np.int32)
-        self._holds: dict[int, Hold] = {}
-        self._num_holds_made = 0
+        self._holds = HoldBook(num_blocks)
         self._step: int | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -84,26 +81,28 @@ class LRUBlockPool(BlockPool):
         else:
             ids = self._pop_free(n)
         at = ids.astype(np.intp)
-        self._num_refs[at] = 1
+        self._refs.give(at)
         self._generation[at] += _ONE
         if self._step is not None:
-            self._undo.append(lambda: self._num_refs.__setitem__(at, 0))
+            self._undo.append(lambda: self._refs.take(at))
         return ids
 
     def retain(self, ids: BlockIds) -> None:
         at = self._in_range(ids)
-        if not all_set(self._num_refs[at] > 0):
+        if not all_set(self._refs.are_referenced(at)):
             ownerless = self._ownerless(at)
             if not all_set(self._evictable.contains(ownerless)):
                 raise BlockMisuse(
                     f"retain({ids.tolist()}): a free block cannot be retained, only allocated"
                 )
             self._record(self._evictable.discard(ownerless))
-        self._add_refs(at)
-        self._record(lambda: self._take_refs_back(at))
+        self._refs.add(at)
+        self._record(lambda: self._refs.remove(at))
 
     def release(self, ids: BlockIds) -> None:
-        self._give_back(self._drop_refs(self._in_range(ids)))
+        at = self._in_range(ids)
+        loose = self._drop_refs(at)
+        self._give_back(at if all_set(loose) else at[loose])
 
     def release_each(self, groups: Sequence[BlockIds]) -> None:
         if len(groups) < 2:
@@ -112,17 +111,17 @@ class LRUBlockPool(BlockPool):
             return
         at = self._in_range(np.concatenate(groups))
         loose = self._drop_refs(at)
-        keyed = self._keys.is_keyed[loose]
-        self._give_back(loose[keyed])
-        plain = loose[~keyed]
-        if plain.size:
+        keyed = self._keys.is_keyed[at]
+        self._give_back(at[loose & keyed])
+        plain = loose & ~keyed
+        if any_set(plain):
             # The group released last is reused first; within a group, the order stays.
             group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])
-            self._scratch[at] = group_of
-            self._give_back(plain[np.argsort(-self._scratch[plain], kind="stable")])
+            self._give_back(at[plain][np.argsort(-group_of[plain], kind="stable")])
 
     def lookup(self, keys: Sequence[bytes]) -> BlockIds:
-        return np.array(self._keys.lookup(keys), np.int32)
+        blocks = self._keys.lookup(keys)
+        return np.array(blocks, np.int32) if blocks else _NO_BLOCKS.copy()
 
     def num_evictable(self, ids: BlockIds) -> int:
         return int(np.count_nonzero(self._evictable.contains(ids.astype(np.intp))))
@@ -147,9 +146,9 @@ class LRUBlockPool(BlockPool):
             raise BlockMisuse(f"publish() got step={step!r}: pass an integer")
         if len(blocks) != at.size:
             raise BlockMisuse(f"publish({at.tolist()}) names a block twice: each gets one key")
-        owned = self._num_refs[at] > 0
+        owned = self._refs.are_referenced(at)
         if self._holds:
-            owned |= self._num_holds[at] > 0
+            owned |= self._holds.are_held(at)
         if not all_set(owned) or any_set(self._keys.is_keyed[at]) or 0 in blocks:
             unfit = at[~owned | self._keys.is_keyed[at] | (at == 0)]
             raise BlockMisuse(
@@ -203,7 +202,7 @@ class LRUBlockPool(BlockPool):
     ) -> Hold:
         at = self._in_range(ids)
         ids = at.astype(np.int32)
-        if not at.size or not at.all() or not self._are_distinct(at):
+        if not at.size or not at.all() or len(set(at.tolist())) != at.size:
             raise BlockMisuse(
                 f"hold({ids.tolist()}): needs distinct blocks in 1..{self.num_blocks - 1}"
             )
@@ -211,39 +210,34 @@ class LRUBlockPool(BlockPool):
         if not all_set(self._evictable.contains(ownerless)):
             raise BlockMisuse(f"hold({ids.tolist()}): a free block cannot be held")
         self._record(self._evictable.discard(ownerless))
-        self._num_holds_made += 1
-        hold = Hold(
-            hold_id=self._num_holds_made,
-            block_ids=ids,
-            owner=owner,
-            reason=reason,
-            deadline=deadline,
-        )
-        self._add_hold(hold, 1)
-        self._record(lambda: self._add_hold(hold, -1))
+        hold = self._holds.make(ids, owner=owner, reason=reason, deadline=deadline)
+        self._holds.add(hold)
+        self._record(lambda: self._holds.remove(hold))
         return hold
 
     def release_hold(self, hold: Hold) -> None:
-        if self._holds.get(hold.hold_id) is not hold:
+        if hold not in self._holds:
             raise BlockMisuse(f"the hold of {hold.owner!r} on {hold.block_ids.tolist()} has ended")
-        self._add_hold(hold, -1)
-        self._record(lambda: self._add_hold(hold, 1))
+        self._holds.remove(hold)
+        self._record(lambda: self._holds.add(hold))
         self._give_back(self._ownerless(hold.block_ids[::-1].astype(np.intp)))
 
     def holds(self) -> tuple[Hold, ...]:
-        return tuple(self._holds[hold_id] for hold_id in sorted(self._holds))
+        return self._holds.all()
 
     def generation(self, ids: BlockIds) -> npt.NDArray[np.int64]:
-        return self._generation[ids]
+        return self._generation[ids].astype(np.int64)
 
     def keys(self, ids: BlockIds) -> list[bytes | None]:
         return self._keys.of(ids)
 
     def counts(self) -> BlockCounts:
-        referenced = self._num_refs > 0
+        referenced = self._refs.are_referenced(slice(None))
         referenced[0] = False
-        quarantined = ~referenced & (self._num_quarantines > 0)
-        held = ~referenced & (self._num_holds > 0) & ~quarantined
+        held = quarantined = np.zeros(0, np.bool_)
+        if self._holds:
+            quarantined = ~referenced & self._holds.are_quarantined()
+            held = ~referenced & self._holds.are_held(slice(None)) & ~quarantined
         return BlockCounts(
             free=self._num_free,
             evictable=len(self._evictable),
@@ -270,6 +264,9 @@ class LRUBlockPool(BlockPool):
         counts = self.counts()
         free, evictable = self._free[: self._num_free], self._evictable.ids()
         is_keyed = self._keys.is_keyed
+        is_owned = self._refs.are_referenced(slice(None))
+        if self._holds:
+            is_owned |= self._holds.are_held(slice(None))
         faults = {
             f"the classes add up to {counts.total}, not {self.num_usable_blocks}: {counts}": (
                 counts.total != self.num_usable_blocks
@@ -278,19 +275,15 @@ class LRUBlockPool(BlockPool):
                 np.bincount(np.concatenate((free, evictable, [0])), minlength=1).max() > 1
             ),
             "a free or evictable block has an owner": bool(
-                (self._num_refs[free] + self._num_holds[free]).any()
-                or (self._num_refs[evictable] + self._num_holds[evictable]).any()
+                is_owned[free].any() or is_owned[evictable].any()
             ),
-            "a count is negative": bool(
-                min(self._num_refs.min(), self._num_holds.min(), self._num_quarantines.min()) < 0
-            ),
+            "the counts of references are wrong": not self._refs.is_consistent(),
+            "the blocks' holds are not those there are": not self._holds.is_consistent(),
             "a free block has a key": bool(is_keyed[free].any()),
             "an evictable block has no key": not is_keyed[evictable].all(),
             "the index and the blocks' keys differ": not self._keys.is_consistent(),
             "the length of the eviction order is wrong": len(self._evictable) != evictable.size,
-            "the null block has an owner or a key": bool(
-                self._num_refs[0] != _NULL_REFS or self._num_holds[0] or is_keyed[0]
-            ),
+            "the null block has a key": bool(is_keyed[0]),
         }
         broken = [fault for fault, present in faults.items() if present]
         if broken:
@@ -301,11 +294,10 @@ class LRUBlockPool(BlockPool):
         for array in (
             self._free[: self._num_free],
             self._evictable.ids(),
-            self._num_refs,
-            self._num_holds,
-            self._num_quarantines,
+            self._refs.counts,
         ):
             digest.update(array.tobytes())
+        digest.update(self._holds.fingerprint())
         digest.update(self._keys.fingerprint())
         return digest.digest()
 
@@ -324,61 +316,20 @@ class LRUBlockPool(BlockPool):
             raise BlockMisuse(f"blocks {at.tolist()} are not all in 0..{self.num_blocks - 1}")
         return at
 
-    def _add_refs(self, at: Blocks) -> None:
-        if self._are_distinct(at):
-            self._num_refs[at] += _ONE
-        else:
-            np.add.at(self._num_refs, at, 1)
-        self._num_refs[0] = _NULL_REFS
-
-    def _take_refs_back(self, at: Blocks) -> None:
-        np.subtract.at(self._num_refs, at, 1)
-        self._num_refs[0] = _NULL_REFS
-
-    def _drop_refs(self, at: Blocks) -> Blocks:
-        """Drop a reference for each mention; return `_ownerless` ones."""
-        num_refs = self._num_refs
-        before = num_refs[at]
-        are_distinct = self._are_distinct(at)
-        if are_distinct:
-            left = before - _ONE
-            num_refs[at] = left
-        else:
-            np.subtract.at(num_refs, at, 1)
-            left = num_refs[at]
-        if any_set(left < _ZERO):
-            num_refs[at] = before
-            raise BlockMisuse(
-                f"release({at.tolist()}): blocks {at[left < 0].tolist()} have fewer references "
-                "than that. Each retain or allocate allows one release."
-            )
-        num_refs[0] = _NULL_REFS
-        self._record(lambda: self._add_refs(at))
-        loose = left == _ZERO
-        if self._holds:
-            loose &= self._num_holds[at] == 0
-        ownerless = at if all_set(loose) else at[loose]
-        return ownerless if are_distinct else self._distinct(ownerless)
-
     def _ownerless(self, at: Blocks) -> Blocks:
         """Those without a reference or a hold, each once, in the order of their last mention."""
-        ownerless = self._num_refs[at] == 0
+        ownerless = self._refs.are_missing(at)
         if self._holds:
-            ownerless &= self._num_holds[at] == 0
-        return self._distinct(at if all_set(ownerless) else at[ownerless])
+            ownerless &= ~self._holds.are_held(at)
+        return at if all_set(ownerless) else at[ownerless]
 
-    def _distinct(self, at: Blocks) -> Blocks:
-        """Drop all but the last mention of each block, keeping the order."""
-        return at if self._are_distinct(at) else at[self._last_mentions(at)]
-
-    def _are_distinct(self, at: Blocks) -> bool:
-        return at.size < 2 or all_set(self._last_mentions(at))
-
-    def _last_mentions(self, at: Blocks) -> npt.NDArray[np.bool_]:
-        places = np.arange(at.size, dtype=np.int32)
-        self._scratch[at] = places
-        last: npt.NDArray[np.bool_] = self._scratch[at] == places
-        return last
+    def _drop_refs(self, at: Blocks) -> npt.NDArray[np.bool_]:
+        """Drop a reference for each mention; return which are the last of an ownerless block."""
+        loose = self._refs.drop(at)
+        self._record(lambda: self._refs.add(at))
+        if self._holds:
+            loose &= ~self._holds.are_held(at)
+        return loose
 
     def _pop_free(self, n: int) -> BlockIds:
         self._num_free -= n
@@ -421,12 +372,3 @@ class LRUBlockPool(BlockPool):
 
     def _unpublish(self, at: Blocks) -> None:
         self._keys.forget(at[::-1])
-
-    def _add_hold(self, hold: Hold, sign: int) -> None:
-        self._num_holds[hold.block_ids] += sign
-        if hold.reason is HoldReason.QUARANTINE:
-            self._num_quarantines[hold.block_ids] += sign
-        if sign > 0:
-            self._holds[hold.hold_id] = hold
-        else:
-            del self._holds[hold.hold_id]
