@@ -144,20 +144,38 @@ def pressure(
 
 
 def queue(make: MakeEngine, *, n: int, num_waiting: int, steps: int, seed: int) -> dict[str, float]:
-    """Steady decode while many requests wait and none finds room."""
+    """Steady decode while many requests wait and none finds room, and while nobody waits.
+
+    Two engines take a block's worth of steps in turn, so that a busy machine slows both alike.
+    """
     prompt, total = 32, 32 + steps + 32
-    engine = make(
-        num_seqs=n,
-        num_blocks=n * (total // BLOCK_SIZE + 2) + 1,
-        caching=True,
-        budget=max(n * prompt, 8192),
-        max_len=total + 16,
-    )
-    _fill(engine, n, prompt, max_tokens=steps + 32, seed=seed)
+    engines = [
+        make(
+            num_seqs=n,
+            num_blocks=n * (total // BLOCK_SIZE + 2) + 1,
+            caching=True,
+            budget=max(n * prompt, 8192),
+            max_len=total + 16,
+        )
+        for _ in range(2)
+    ]
+    for engine in engines:
+        _fill(engine, n, prompt, max_tokens=steps + 32, seed=seed)
     waiting = next(prompts(prompt, seed + 1))
     for _ in range(num_waiting):
-        engine.add(waiting, 4)
-    return _time_steps(engine, steps)
+        engines[1].add(waiting, 4)
+    times = [StepTimes(), StepTimes()]
+    for _ in range(steps // BLOCK_SIZE):
+        for engine, of_engine in zip(engines, times, strict=True):
+            for _ in range(BLOCK_SIZE):
+                engine.timed_step(of_engine)
+    empty, full = (of_engine.report() for of_engine in times)
+    return {
+        "empty": empty["median"],
+        "median": full["median"],
+        "growth": full["median"] / empty["median"],
+        "mean growth": full["mean"] / empty["mean"],
+    }
 
 
 def memory(make: MakeEngine, *, num_tokens: int, count: int, seed: int) -> dict[str, float]:

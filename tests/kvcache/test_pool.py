@@ -118,3 +118,13 @@ def test_a_block_takes_about_25_bytes() -> None:
     tracemalloc.stop()
     assert num_bytes / num_blocks < 26
     assert pool.num_free_blocks == num_blocks - 1
+
+
+def test_a_block_that_is_released_twice_at_once_is_free_once() -> None:
+    """Its place in the order of reuse is that of its last mention."""
+    pool = LRUBlockPool(4, 4)
+    first, second, third = pool.allocate(3).tolist()
+    pool.retain(ids(first))
+    pool.release(ids(first, second, first, third))
+    pool.check()
+    assert pool.allocate(3).tolist() == [second, first, third]
