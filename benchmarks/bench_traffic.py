@@ -58,7 +58,7 @@ def manager_hit_rate(requests: list[TraceRequest], num_blocks: int) -> float:
             step=step,
         )
         manager.pool.commit(step)
-        manager.free(0)
+        manager.tables.free(0)
     return num_found / num_asked
 
 

@@ -212,8 +212,8 @@ class Engine:
 
     def poison_unowned_slots(self) -> None:
         """Overwrite every block that no running request has; for engines without a prefix cache."""
-        rows = np.flatnonzero(self.manager.num_blocks).tolist()
-        owned = [self.manager.row_blocks(row) for row in rows]
+        rows = np.flatnonzero(self.manager.tables.num_blocks).tolist()
+        owned = [self.manager.tables.row_blocks(row) for row in rows]
         dead = np.setdiff1d(np.arange(self.pool.num_blocks), np.concatenate([*owned, [0]]))
         self.runner.kv_caches.buffer[dead] = POISON
 

@@ -163,7 +163,7 @@ def test_b2_rows_that_do_not_all_fit_grow_by_nothing() -> None:
     pool.allocate(3)
     before = manager.fingerprint(ids(0, 1, 2))
     with pytest.raises(OutOfBlocks):
-        manager.grow(ids(0, 1, 2), ids(1, 3, 2))
+        manager.tables.grow(ids(0, 1, 2), ids(1, 3, 2))
     assert manager.fingerprint(ids(0, 1, 2)) == before
     pool.check()
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TypeVar
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from pdcore.errors import ConfigError, InvariantBroken, OutOfBlocks
+from pdcore.errors import ConfigError, OutOfBlocks
 from pdcore.kvcache.base import BlockPool
 from pdcore.kvcache.prefix import PrefixHasher
 from pdcore.kvcache.sequence import TokenSequence
 from pdcore.kvcache.spec import KVCacheSpec
+from pdcore.kvcache.tables import BlockTables
 
-__all__ = ["BlockTableDelta", "KVCacheManager", "PrefixHit"]
+__all__ = ["KVCacheManager", "PrefixHit"]
 
 BlockIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.intp]
 
 _NO_BLOCKS = np.zeros(0, np.int32)
-_NO_ROWS = np.zeros(0, np.intp)
-_Count = TypeVar("_Count", int, npt.NDArray[np.intp])
 
 
 @attrs.frozen(eq=False)
@@ -42,36 +39,11 @@ class PrefixHit:
 _NO_HIT = PrefixHit(_NO_BLOCKS, 0)
 
 
-@attrs.frozen(eq=False)
-class BlockTableDelta:
-    """Changes to block tables: ``table[rows[i], positions[i]] = ids[i]``."""
-
-    rows: Rows
-    positions: Rows
-    ids: BlockIds
-
-    @classmethod
-    def join(cls, deltas: list[BlockTableDelta]) -> BlockTableDelta:
-        """Several changes as one, in order."""
-        if not deltas:
-            return _NO_DELTA
-        if len(deltas) == 1:
-            return deltas[0]
-        return cls(
-            np.concatenate([delta.rows for delta in deltas]),
-            np.concatenate([delta.positions for delta in deltas]),
-            np.concatenate([delta.ids for delta in deltas]),
-        )
-
-
-_NO_DELTA = BlockTableDelta(_NO_ROWS, _NO_ROWS, _NO_BLOCKS)
-
-
 class KVCacheManager:
     """Keeps the block tables of running requests and shares prefixes between requests.
 
-    A row's table is columns of one array, so a decode step for all rows is a few array operations
-    (`grow`). Requests without a row, which are being loaded, keep their blocks as plain arrays.
+    The tables are in ``tables``. Requests without a row, which are being loaded, keep their blocks
+    as plain arrays.
 
     Args:
         pool: where blocks come from.
@@ -104,26 +76,14 @@ class KVCacheManager:
             )
         self.pool = pool
         self.block_size = pool.block_size
-        # An array, since numpy multiplies by it faster than by one of Python's integers.
-        self._block_size_array = np.array(pool.block_size, np.int64)
         self.enable_prefix_caching = enable_prefix_caching
         self.sliding_window = groups[0].sliding_window if groups else None
         self.hasher = hasher or PrefixHasher(pool.block_size)
-        self.block_table = np.zeros((0, 0), np.int32)
-        self.num_blocks = np.zeros(0, np.int64)
-        self._num_published = np.zeros(0, np.int64)
-        self._num_pruned = np.zeros(0, np.int64)
-        # Rows with a key behind a block that lost its own.
-        self._with_holes: set[int] = set()
-        self._recording = False
-        self._undo: list[Callable[[], None]] = []
+        self.tables = BlockTables(pool, sliding_window=self.sliding_window)
 
     def reserve_rows(self, num_rows: int, max_model_len: int) -> None:
         """Make room for the tables. Called once, by the scheduler."""
-        self.block_table = np.zeros((num_rows, self.blocks_for(max_model_len)), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int64)
-        self._num_published = np.zeros(num_rows, np.int64)
-        self._num_pruned = np.zeros(num_rows, np.int64)
+        self.tables.reserve(num_rows, self.blocks_for(max_model_len))
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold so many tokens."""
@@ -152,19 +112,16 @@ class KVCacheManager:
 
     def begin(self, step: int) -> None:
         """Start recording a step's changes."""
-        self._recording = True
-        self._undo.clear()
+        self.tables.begin()
         self.pool.begin(step)
 
     def end(self) -> None:
         """The step's planning is over; what follows cannot be rolled back exactly."""
-        self._recording = False
+        self.tables.end()
 
     def rollback(self, step: int) -> None:
         """Undo every change since ``begin(step)``, in tables and pool."""
-        self._recording = False
-        while self._undo:
-            self._undo.pop()()
+        self.tables.rollback()
         self.pool.rollback(step)
 
     def get_computed_blocks(self, sequence: TokenSequence) -> PrefixHit:
@@ -181,7 +138,7 @@ class KVCacheManager:
             return _NO_HIT
         num_tokens = ids.size * self.block_size
         if self.sliding_window is not None:
-            ids[: max(self._blocks_behind_window(num_tokens), 0)] = 0
+            ids[: max(self.tables.num_behind_window(num_tokens), 0)] = 0
         return PrefixHit(ids, num_tokens)
 
     def name_blocks(self, sequences: list[TokenSequence]) -> None:
@@ -283,22 +240,9 @@ class KVCacheManager:
             num_tokens: how many tokens of each are computed when ``step`` is done.
             step: the step that fills the blocks.
         """
-        for row, ids, published in zip(rows, blocks, num_published, strict=True):
-            self._bind(row, ids, published)
-        self._record(lambda: self._unbind(rows))
+        self.tables.bind(rows, blocks, num_published=num_published)
         if self.enable_prefix_caching:
             self._publish_starts(rows, blocks, sequences, num_published, num_tokens, step)
-
-    def _bind(self, row: int, ids: BlockIds, num_published: int) -> None:
-        self.block_table[row, : ids.size] = ids
-        self.num_blocks[row] = ids.size
-        self._num_published[row] = num_published
-        self._num_pruned[row] = 0 if self.sliding_window is None else np.count_nonzero(ids == 0)
-        self._with_holes.discard(row)
-
-    def _unbind(self, rows: list[int]) -> None:
-        for row in rows:
-            self.num_blocks[row] = 0
 
     def _publish_starts(
         self,
@@ -317,7 +261,7 @@ class KVCacheManager:
             after = end // self.block_size
             if after > before:
                 self._extend_keys(sequence)
-                self._num_published[row] = after
+                self.tables.num_published[row] = after
                 ids.append(of_row[before:after])
                 keys += sequence.keys[before:after]
                 if parents is not None:
@@ -326,74 +270,16 @@ class KVCacheManager:
             at_once = ids[0] if len(ids) == 1 else np.concatenate(ids)
             self.pool.publish(at_once, keys, step, parents=parents)
 
-    def needed_blocks(self, rows: Rows, num_tokens: Rows) -> Rows:
-        """How many blocks each row lacks so that its first ``num_tokens`` tokens have slots."""
-        needed = (num_tokens + (self.block_size - 1)) // self.block_size
-        needed -= self.num_blocks[rows]
-        return np.maximum(needed, 0, out=needed)
-
-    def grow(self, rows: Rows, needed: Rows) -> BlockTableDelta:
-        """Add ``needed`` blocks to each row: the decode path. A fixed number of array operations.
-
-        Raises:
-            OutOfBlocks: there are not enough for all rows; nothing has changed.
-        """
-        total = int(needed.sum())
-        if not total:
-            return _NO_DELTA
-        growing = needed > 0
-        rows, needed = rows[growing], needed[growing]
-        if total == rows.size:
-            return self.add_blocks(rows)
-        ids = self.pool.allocate(total)
-        start = self.num_blocks[rows]
-        within = np.arange(total)
-        within -= np.repeat(np.cumsum(needed) - needed, needed)
-        delta = BlockTableDelta(np.repeat(rows, needed), np.repeat(start, needed) + within, ids)
-        self.block_table[delta.rows, delta.positions] = ids
-        self.num_blocks[rows] = start + needed
-        self._record(lambda: self.num_blocks.__setitem__(rows, start))
-        return delta
-
-    def full_rows(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows have no slot left behind their first ``num_tokens`` tokens."""
-        full: npt.NDArray[np.bool_] = self.num_blocks[rows] * self._block_size_array <= num_tokens
-        return full
-
-    def add_blocks(self, rows: Rows) -> BlockTableDelta:
-        """Add one block to each row.
-
-        Raises:
-            OutOfBlocks: there are not enough for all rows; nothing has changed.
-        """
-        ids = self.pool.allocate(rows.size)
-        positions = self.num_blocks[rows]
-        self.block_table[rows, positions] = ids
-        self.num_blocks[rows] = positions + 1
-        self._record(lambda: self.num_blocks.__setitem__(rows, positions))
-        return BlockTableDelta(rows, positions, ids)
-
-    def filling(self, rows: Rows | slice, num_tokens: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows' first ``num_tokens`` tokens fill a block that has had no key yet."""
-        unnamed = num_tokens - self._num_published[rows] * self._block_size_array
-        filling: npt.NDArray[np.bool_] = unnamed >= self._block_size_array
-        return filling
-
-    def num_published(self, rows: Rows) -> Rows:
-        """How many blocks of each row, from the start, have had their keys."""
-        published: Rows = self._num_published[rows]
-        return published
-
     def publish(self, row: int, sequence: TokenSequence, num_tokens: int, *, step: int) -> None:
         """Publish a row's full blocks among its first ``num_tokens`` tokens, filled by ``step``."""
-        before = int(self._num_published[row])
+        before = int(self.tables.num_published[row])
         after = num_tokens // self.block_size
         self._extend_keys(sequence)
-        self._num_published[row] = after
-        self._record(lambda: self._num_published.__setitem__(row, before))
+        self.tables.num_published[row] = after
+        self.tables.record(lambda: self.tables.num_published.__setitem__(row, before))
         # A copy: undoing a later change puts other blocks into this stretch of the table.
-        ids = self.block_table[row, before:after].copy()
-        if row in self._with_holes:
+        ids = self.tables.block_table[row, before:after].copy()
+        if self.tables.has_hole(row):
             self._fill_holes(ids, sequence, before, step)
         else:
             self._publish(ids, sequence, before, step)
@@ -416,16 +302,16 @@ class KVCacheManager:
             tails: int32 (n, block_size), the tokens of that block.
             step: the step that fills it.
         """
-        positions = self._num_published[rows]
+        positions = self.tables.num_published[rows]
         keys = self.hasher.each([self._last_key(it) for it in sequences], tails, positions)
         parents = None
         if self.pool.reports_events:
             parents = [sequence.keys[-1] if sequence.keys else None for sequence in sequences]
         for sequence, key in zip(sequences, keys, strict=True):
             sequence.keys.append(key)
-        self.pool.publish(self.block_table[rows, positions], keys, step, parents=parents)
-        self._num_published[rows] = positions + 1
-        self._record(lambda: self._num_published.__setitem__(rows, positions))
+        self.pool.publish(self.tables.block_table[rows, positions], keys, step, parents=parents)
+        self.tables.num_published[rows] = positions + 1
+        self.tables.record(lambda: self.tables.num_published.__setitem__(rows, positions))
 
     def publish_loaded(self, block_ids: BlockIds, sequence: TokenSequence, *, start: int) -> None:
         """Publish full blocks, from block ``start`` on, whose data is there already.
@@ -441,94 +327,15 @@ class KVCacheManager:
             self._publish(block_ids[start:], sequence, start, step)
             self.pool.commit(step)
 
-    def prune(self, rows: Rows, num_processed: Rows) -> BlockTableDelta:
-        """Give back blocks that lie wholly behind the sliding window.
-
-        Args:
-            rows: rows about to run.
-            num_processed: for each, the tokens whose steps are done; steps in flight may
-                still read behind the window of those that are only planned.
-        """
-        if self.sliding_window is None:
-            return _NO_DELTA
-        behind = self._blocks_behind_window(num_processed)
-        deltas = []
-        for row, end in zip(rows.tolist(), behind.tolist(), strict=True):
-            start = int(self._num_pruned[row])
-            if end > start:
-                deltas.append(self._prune(row, start, end))
-        return BlockTableDelta.join(deltas)
-
-    def recount_published(self, rows: Rows) -> None:
-        """After keys were withdrawn: count anew which blocks of each row still have theirs."""
-        for row in rows.tolist():
-            start = int(self._num_pruned[row])
-            keys = self.pool.keys(self.block_table[row, start : self._num_published[row]])
-            kept = next((place for place, key in enumerate(keys) if key is None), len(keys))
-            self._num_published[row] = start + kept
-            if any(key is not None for key in keys[kept:]):
-                self._with_holes.add(row)
-
-    def has_hole(self, row: int) -> bool:
-        """Whether a row has a block with a key behind one that lost its own."""
-        return row in self._with_holes
-
-    def row_blocks(self, row: int) -> BlockIds:
-        """A copy of a row's table, in order of position."""
-        ids: BlockIds = self.block_table[row, : self.num_blocks[row]].copy()
-        return ids
-
-    def free(self, row: int) -> None:
-        """Release a row's blocks, the last first, so that the start of a prefix stays longest."""
-        ids = self.row_blocks(row)
-        self.pool.release(ids[::-1])
-        self.num_blocks[row] = 0
-        published, has_hole = self._num_published.item(row), self.has_hole(row)
-
-        def undo() -> None:
-            self._bind(row, ids, published)
-            if has_hole:
-                self._with_holes.add(row)
-
-        self._record(undo)
-
-    def free_rows(self, rows: list[int]) -> None:
-        """`free` each row, in order, at once; cannot be rolled back."""
-        table, num_blocks = self.block_table, self.num_blocks
-        self.pool.release_each([table[row, : num_blocks.item(row)][::-1] for row in rows])
-        for row in rows:
-            num_blocks[row] = 0
-
     def check(self, rows: Rows) -> None:
-        """Audit the pool and the tables of the rows in use."""
+        """Audit the pool and the tables, of which ``rows`` are in use."""
         self.pool.check()
-        unused = np.setdiff1d(np.arange(self.num_blocks.size), rows)
-        if self.num_blocks[unused].any():
-            raise InvariantBroken(f"rows without a request have blocks: {unused.tolist()}")
-        for row in rows.tolist():
-            ids = self.row_blocks(row)
-            real = ids[ids != 0]
-            if np.unique(real).size != real.size:
-                raise InvariantBroken(f"row {row} has a block twice: {ids.tolist()}")
-            if np.count_nonzero(ids == 0) != self._num_pruned[row]:
-                raise InvariantBroken(f"row {row} has null blocks within its window")
+        self.tables.check(rows)
 
     def fingerprint(self, rows: Rows) -> bytes:
         """A digest of pool and tables."""
-        digest = hashlib.blake2b(self.pool.fingerprint(), digest_size=16)
-        for row in rows.tolist():
-            digest.update(self.row_blocks(row).tobytes())
-            digest.update(self._num_published[row].tobytes() + self._num_pruned[row].tobytes())
-        return digest.digest()
-
-    def _record(self, undo: Callable[[], None]) -> None:
-        if self._recording:
-            self._undo.append(undo)
-
-    def _blocks_behind_window(self, num_tokens: _Count) -> _Count:
-        """How many blocks from the start no later token sees; below 0 when the window is larger."""
-        assert self.sliding_window is not None
-        return (num_tokens - self.sliding_window + 1) // self.block_size
+        state = self.pool.fingerprint() + self.tables.fingerprint(rows)
+        return hashlib.blake2b(state, digest_size=16).digest()
 
     def _extend_keys(self, sequence: TokenSequence) -> None:
         start, end = len(sequence.keys), len(sequence)
@@ -557,20 +364,6 @@ class KVCacheManager:
         for place, key in enumerate(self.pool.keys(block_ids)):
             if key is None:
                 self._publish(block_ids[place : place + 1], sequence, start + place, step)
-
-    def _prune(self, row: int, start: int, end: int) -> BlockTableDelta:
-        ids = self.block_table[row, start:end].copy()
-        self.block_table[row, start:end] = 0
-        self._num_pruned[row] = end
-        self.pool.release(ids[::-1])
-
-        def undo() -> None:
-            self.block_table[row, start:end] = ids
-            self._num_pruned[row] = start
-
-        self._record(undo)
-        positions = np.arange(start, end)
-        return BlockTableDelta(np.full(ids.size, row), positions, np.zeros_like(ids))
 
 
 def _parents(sequence: TokenSequence, start: int, end: int) -> list[bytes | None]:

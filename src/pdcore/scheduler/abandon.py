@@ -63,7 +63,7 @@ def _take_back_safely(core: Core, output: SchedulerOutput, *, dispatched: bool) 
                 count_lost_load(core, state)
     manager.pool.withdraw(output.step_id)
     manager.pool.commit(output.step_id)
-    manager.recount_published(table.running)
+    manager.tables.recount_published(table.running)
     for index in np.flatnonzero(~current & output.samples).tolist():
         core.take_late(int(output.rows[index]), int(output.epochs[index]))
     # The workers may not have heard that these rows were given up.

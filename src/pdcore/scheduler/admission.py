@@ -156,7 +156,7 @@ class AdmissionPass:
         kept = plan.rows != row
         plan.token_budget += int(plan.num_tokens[~kept].sum())
         plan.rows, plan.num_tokens = plan.rows[kept], plan.num_tokens[kept]
-        core.manager.pool.withdraw(plan.step_id, core.manager.row_blocks(row))
+        core.manager.pool.withdraw(plan.step_id, core.manager.tables.row_blocks(row))
         core.preempt(core.table.state(row))
         plan.drop_vacated(core.table.states)
         return True
@@ -171,13 +171,13 @@ class AdmissionPass:
     def _is_shared_in(self, row: int, plan: Plan) -> bool:
         """Whether what joined in this step shares blocks of a row, which may not be written yet."""
         core = self._core
-        joined = [core.manager.row_blocks(other) for other in plan.admitted_rows]
+        joined = [core.manager.tables.row_blocks(other) for other in plan.admitted_rows]
         joined += [
             state.block_ids
             for state in core.parked.values()
             if state.load_step == plan.step_id and state.block_ids is not None
         ]
-        blocks = core.manager.row_blocks(row)
+        blocks = core.manager.tables.row_blocks(row)
         return any(np.isin(blocks, others).any() for others in joined)
 
     def _consider(self, state: RequestState, queue: WaitingTable, plan: Plan) -> Skip | None:

@@ -20,7 +20,7 @@ def audit(core: Core) -> None:
     running = table.running
     manager.check(running)
     _audit_places(core)
-    owned = [manager.row_blocks(row) for row in running.tolist()]
+    owned = [manager.tables.row_blocks(row) for row in running.tolist()]
     owned += [
         state.block_ids
         for state in core.requests.values()
@@ -37,7 +37,7 @@ def audit(core: Core) -> None:
         raise InvariantBroken("a row has a negative count")
     if (counts[1] > counts[0] + counts[2]).any():
         raise InvariantBroken("a row has computed more tokens than it has")
-    if (manager.num_blocks[running] * manager.block_size < counts[1]).any():
+    if (manager.tables.num_blocks[running] * manager.block_size < counts[1]).any():
         raise InvariantBroken("a row has computed tokens without blocks for them")
     _audit_batch(core)
     _audit_keys(core)
@@ -80,7 +80,7 @@ def _audit_keys(core: Core) -> None:
         tokens = np.concatenate((sequence.tokens(), late))
         root = manager.hasher.root(sequence.cache_salt, sequence.lora)
         expected = manager.hasher.chain(root, tokens, start=0)
-        ids = manager.row_blocks(row)[: len(expected)]
+        ids = manager.tables.row_blocks(row)[: len(expected)]
         for block, key, right in zip(ids.tolist(), manager.pool.keys(ids), expected, strict=False):
             if block and key is not None and key != right:
                 raise InvariantBroken(f"block {block} of row {row} has the key of other tokens")

@@ -244,7 +244,7 @@ class Commit:
     def _withdraw(self, row: int, output: SchedulerOutput) -> Int32Array:
         """Drop the keys of the blocks that a failed row was to write; return those blocks."""
         core, pool = self._core, self._core.manager.pool
-        ids = core.manager.row_blocks(row)
+        ids = core.manager.tables.row_blocks(row)
         before = pool.keys(ids)
         for plan in (output, *core.in_flight):
             pool.withdraw(plan.step_id, ids)

@@ -140,7 +140,7 @@ class Core:
         epoch = int(table.epoch[row])
         if expects_late:
             self._expect_late(state)
-        self.manager.free(row)
+        self.manager.tables.free(row)
         self.finished_rows.append(row)
         if not self.recording:
             table.release(row)
@@ -222,7 +222,7 @@ class Core:
         if self.in_flight:
             for state, *_ in ends:
                 self._expect_late(state)
-        self.manager.free_rows(rows)
+        self.manager.tables.free_rows(rows)
         self.table.release_rows(rows)
         self.finished_rows += rows
         return outputs
@@ -323,7 +323,7 @@ class Core:
         """
         rows = self.table.running
         for row in rows[self.table.since_step[rows] >= since_step][::-1].tolist():
-            if np.isin(self.manager.row_blocks(row), block_ids).any():
+            if np.isin(self.manager.tables.row_blocks(row), block_ids).any():
                 self.preempt(self.table.state(row), expects_late=False)
         for state in (*self.parked.values(), *self.landed):
             if np.isin(state.block_ids, block_ids).any():
@@ -424,7 +424,7 @@ class Core:
             num_tokens = int(
                 min(self.table.num_computed[state.row], self.table.num_tokens[state.row] - 1)
             )
-            ids = self.manager.row_blocks(state.row)[: self.manager.blocks_for(num_tokens)]
+            ids = self.manager.tables.row_blocks(state.row)[: self.manager.blocks_for(num_tokens)]
         return FinishedBlocks(
             block_ids=ids,
             generations=self.manager.pool.generation(ids),

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from pdcore.kvcache.manager import BlockTableDelta
+from pdcore.kvcache.tables import BlockTableDelta
 from pdcore.masks import all_set
 from pdcore.messages import NewRequestData, SchedulerOutput
 from pdcore.scheduler.core import Core
@@ -147,7 +147,7 @@ class Dispatch:
             token_ids=state.sequence.tokens(),
             num_prompt_tokens=state.request.num_prompt_tokens,
             num_computed_tokens=num_computed,
-            block_ids=core.manager.row_blocks(row),
+            block_ids=core.manager.tables.row_blocks(row),
             sampling=state.request.sampling,
             cache_salt=state.request.cache_salt,
             lora=state.request.lora,

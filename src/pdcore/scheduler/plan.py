@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from pdcore.kvcache.manager import BlockTableDelta
+from pdcore.kvcache.tables import BlockTableDelta
 
 __all__ = ["Plan"]
 

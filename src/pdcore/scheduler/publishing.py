@@ -25,17 +25,17 @@ def publish_filled(core: Core, rows: Rows, known: Rows, *, step: int) -> None:
     table, manager = core.table, core.manager
     if not manager.enable_prefix_caching:
         return
-    filling = manager.filling(rows, known)
+    filling = manager.tables.filling(rows, known)
     if not any_set(filling):
         return
     if not all_set(filling):
         rows, known = rows[filling], known[filling]
     # A row that decodes fills the one block that its tail still holds.
-    positions = manager.num_published(rows)
+    positions = manager.tables.num_published[rows]
     decodes = (known == (positions + 1) * manager.block_size) & (known == table.num_tokens[rows])
     if all_set(decodes):
         sequences = [table.state(row).sequence for row in rows.tolist()]
-        has_hole = any(map(manager.has_hole, rows.tolist()))
+        has_hole = any(map(manager.tables.has_hole, rows.tolist()))
         if not has_hole and [len(it.keys) for it in sequences] == positions.tolist():
             manager.publish_tails(rows, sequences, table.tail[rows], step=step)
             return

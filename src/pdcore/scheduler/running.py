@@ -32,7 +32,7 @@ def running_view(core: Core, rows: Rows) -> RunningView:
         arrival_time=table.arrival_time[rows],
         num_tokens=table.num_tokens[rows],
         num_computed_tokens=table.num_computed[rows],
-        num_blocks=core.manager.num_blocks[rows],
+        num_blocks=core.manager.tables.num_blocks[rows],
     )
 
 
@@ -64,8 +64,8 @@ class RunningPass:
             take = np.clip(plan.token_budget - before, 0, want).astype(np.intp)
         computed = table.num_computed[rows]
         if manager.sliding_window is not None:
-            plan.deltas.append(manager.prune(rows, self._processed(rows)))
-        needed = manager.needed_blocks(rows, computed + take)
+            plan.deltas.append(manager.tables.prune(rows, self._processed(rows)))
+        needed = manager.tables.needed_blocks(rows, computed + take)
         # A row that runs no token in this step needs no block for it.
         needed[take == 0] = 0
         fits = needed.size
@@ -73,7 +73,7 @@ class RunningPass:
             fits = int(
                 np.searchsorted(np.cumsum(needed), manager.pool.num_free_blocks, side="right")
             )
-        plan.deltas.append(manager.grow(rows[:fits], needed[:fits]))
+        plan.deltas.append(manager.tables.grow(rows[:fits], needed[:fits]))
         if fits < rows.size:
             rows, take = self._one_by_one(plan, rows, want, take, fits)
         if not all_set(take > 0):
@@ -94,19 +94,19 @@ class RunningPass:
             table.num_with_matcher or any_set(computed + _ONE >= table.limit[batch.index])
         ):
             return False
-        full = manager.full_rows(batch.index, computed)
+        full = manager.tables.full_rows(batch.index, computed)
         if any_set(full):
             growing = batch.at[full]
             if growing.size > manager.pool.num_free_blocks:
                 return False
-            plan.deltas.append(manager.add_blocks(growing))
+            plan.deltas.append(manager.tables.add_blocks(growing))
         plan.rows, plan.num_tokens = batch.at, batch.ones
         plan.token_budget -= num_rows
         if manager.enable_prefix_caching:
             known = computed + _ONE
             if core.in_flight:
                 known = np.minimum(known, table.num_tokens[batch.index])
-            filling = manager.filling(batch.index, known)
+            filling = manager.tables.filling(batch.index, known)
             if any_set(filling):
                 publish_filled(core, batch.at[filling], known[filling], step=plan.step_id)
         return True
@@ -156,7 +156,7 @@ class RunningPass:
         order, wanted, taken = rows.tolist(), want.tolist(), take.tolist()
         taken[start:] = [0] * (len(order) - start)
         computed = table.num_computed[rows].tolist()
-        num_blocks = manager.num_blocks[rows].tolist()
+        num_blocks = manager.tables.num_blocks[rows].tolist()
         budget = plan.token_budget - sum(taken)
         growing = _Growing(plan, manager)
         index = start
@@ -259,4 +259,4 @@ class _Growing:
         if self._rows:
             rows, needed = np.array(self._rows, np.intp), np.array(self._needed, np.intp)
             self._rows, self._needed, self._num_blocks = [], [], 0
-            self._plan.deltas.append(self._manager.grow(rows, needed))
+            self._plan.deltas.append(self._manager.tables.grow(rows, needed))
