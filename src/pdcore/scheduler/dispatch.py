@@ -46,8 +46,10 @@ class Dispatch:
     def run(self, plan: Plan) -> SchedulerOutput:
         """Advance the counters of the rows that run, and put the plan into words."""
         core, table = self._core, self._core.table
-        # Rows run in running order, so that all of them are the table's batch.
-        batch = table.batch if 0 < plan.num_rows == len(table) else None
+        batch = table.batch_of(plan.rows)
+        if plan.admitted_rows and plan.num_rows == len(table):
+            # Rows run in running order, so that all of them are the table's batch.
+            batch = table.batch
         rows = plan.all_rows() if batch is None else batch.at
         index = rows if batch is None else batch.index
         computed = table.num_computed[index]
