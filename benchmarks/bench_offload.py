@@ -21,8 +21,8 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from bench_generate import find_gguf
 from measuring import Ratio, cpu_name
+from model_contenders import find_gguf
 from pdcore import (
     FCFS,
     KVCacheManager,
@@ -87,7 +87,7 @@ class Engine:
         self._waker, clock = Waker(), MonotonicClock()
         half = None
         if self._connector is not None and self._worker is not None:
-            config = attrs.evolve(self._connector.config, **claims)
+            config = attrs.evolve(self._connector.config, **claims)  # type: ignore[arg-type]
             half = OffloadConnector(config).scheduler_side()
             half.start(clock=clock, notify=self._waker)
             half.set_xfer_handshake_metadata([self._worker.get_handshake_metadata()])

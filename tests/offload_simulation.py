@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from random import Random
 
@@ -62,7 +63,7 @@ class OffloadSimulation(Simulation):
         self, random: Random, directory: Path, *, depth: int, background: bool = False
     ) -> None:
         hasher = PrefixHasher(random.choice((2, 4, 4)), secret=SECRET)
-        self.directory = directory
+        self.directory, self.background = directory, background
         num_disk_blocks = random.choice((0, random.randint(1, 60), random.randint(60, 150)))
         config = make_config(
             hasher.block_size,
@@ -93,6 +94,13 @@ class OffloadSimulation(Simulation):
         if self.rarely(0.01):
             self.scheduler.reset_prefix_cache(preempt_running=self.rarely(0.5))
         self.half.check()
+
+    def step(self) -> None:
+        super().step()
+        stats = self.scheduler.stats()
+        if self.background and stats.num_parked and not stats.num_running:
+            # As a loop that only waits for loads: their thread needs the interpreter.
+            time.sleep(0.0005)
 
     def break_disk(self) -> None:
         """Until the next step, writes end with "no space left", and reads give zeros."""

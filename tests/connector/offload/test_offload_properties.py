@@ -29,13 +29,15 @@ def _quiet_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def lives(random: Random, *, depth: int, background: bool = False) -> Counter[str]:
-    """Several engines, one after the other, on one directory; what they counted."""
+def lives(
+    random: Random, *, depth: int, max_num_requests: int, background: bool = False
+) -> Counter[str]:
+    """One or two engines, one after the other, on one directory; what they counted."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as directory:
-        for _ in range(random.randint(1, 3)):
+        for _ in range(random.randint(1, 2)):
             life = OffloadSimulation(random, Path(directory), depth=depth, background=background)
-            life.run(num_requests=random.randint(1, 40))
+            life.run(num_requests=random.randint(1, max_num_requests))
             counts.update(attrs.asdict(life.counts))
     return counts
 
@@ -46,14 +48,16 @@ def lives(random: Random, *, depth: int, background: bool = False) -> Counter[st
 def test_no_block_that_comes_back_is_another(random: Random, depth: int) -> None:
     """Evictions, hits, lost steps, aborts, preemption, restarts, resets and spoiled files change no
     token: every slot that attention reads is checked."""
-    lives(random, depth=depth)
+    lives(random, depth=depth, max_num_requests=10)
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_lives_visit_what_they_are_for(background: bool) -> None:
-    """Blocks are saved, come back from both tiers, and are lost."""
+    """Longer lives than those above: blocks are saved, come back from both tiers, and are lost."""
     counts: Counter[str] = Counter()
-    for seed in range(12):
-        counts += lives(Random(seed), depth=1 + seed % 3, background=background)
+    for seed in range(6 if background else 12):
+        counts += lives(
+            Random(seed), depth=1 + seed % 3, max_num_requests=60, background=background
+        )
     for name in ("num_saved", "num_loaded_from_host", "num_loaded_from_disk", "num_lost"):
-        assert counts[name] > 10, counts
+        assert counts[name] > 0, counts

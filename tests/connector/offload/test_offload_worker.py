@@ -190,6 +190,17 @@ def test_a_save_that_was_lost_is_a_miss(half: Half) -> None:
     assert "another prefix" in failure.cause
 
 
+def test_a_save_that_fails_half_way_leaves_no_record(half: Half) -> None:
+    """The bytes of its slot are the new block's, so it no longer counts as the old one's."""
+    half.save(2)
+    with pytest.raises(IndexError):
+        orders = (SaveOrder(5, 0, -1, _key(5)), SaveOrder(NUM_BLOCKS, 1, -1, _key(6)))
+        half.step(OffloadMeta(saves=orders))
+    failure = half.load([Place(_key(0), 0, False)])
+    assert failure is not None
+    assert "no record" in failure.cause
+
+
 def test_a_cancelled_load_is_answered_even_if_it_never_came(half: Half) -> None:
     """Its blocks are in quarantine until it is."""
     half.step(OffloadMeta(cancelled=(TransferKey(77, 1),)))

@@ -109,13 +109,16 @@ class FileAgent:
                 b"",
                 backends=_BACKEND,
             )
-            state = self._agent.transfer(handle)
-            while state == "PROC":
-                time.sleep(_POLL_S)
-                state = self._agent.check_xfer_state(handle)
+            try:
+                state = self._agent.transfer(handle)
+                while state == "PROC":
+                    time.sleep(_POLL_S)
+                    state = self._agent.check_xfer_state(handle)
+            finally:
+                # Also after an error: memory must not be deregistered under a handle.
+                self._agent.release_xfer_handle(handle)
             if state != "DONE":
                 raise TransferError(f"{operation} of {len(slots)} records ended as {state}")
-            self._agent.release_xfer_handle(handle)
         except self._errors as error:
             raise TransferError(
                 f"{operation} of {len(slots)} records failed ({type(error).__name__})"
