@@ -193,8 +193,8 @@ def test_a_save_that_was_lost_is_a_miss(half: Half) -> None:
 def test_a_save_that_fails_half_way_leaves_no_record(half: Half) -> None:
     """The bytes of its slot are the new block's, so it no longer counts as the old one's."""
     half.save(2)
+    orders = (SaveOrder(5, 0, -1, _key(5)), SaveOrder(NUM_BLOCKS, 1, -1, _key(6)))
     with pytest.raises(IndexError):
-        orders = (SaveOrder(5, 0, -1, _key(5)), SaveOrder(NUM_BLOCKS, 1, -1, _key(6)))
         half.step(OffloadMeta(saves=orders))
     failure = half.load([Place(_key(0), 0, False)])
     assert failure is not None
