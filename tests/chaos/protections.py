@@ -124,7 +124,7 @@ def _request_ids_as_uids(settings: EngineSettings) -> Iterator[EngineSettings]:
 
     def add(scheduler: UnifiedScheduler, request: Request) -> RequestHandle:
         uid = uids.setdefault(request.request_id, len(uids) + 1)
-        scheduler._num_added = uid - 1
+        scheduler._arrivals._num_added = uid - 1
         handle = add_request(scheduler, request)
         assert handle.uid == uid
         return handle

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -16,13 +15,9 @@ from pdcore.connector.base import SchedulerConnector
 from pdcore.connector.stats import ConnectorStats
 from pdcore.errors import (
     ConfigError,
-    DuplicateRequest,
-    InvalidTransferParams,
     OutputOrder,
-    RequestError,
 )
 from pdcore.kvcache.manager import KVCacheManager
-from pdcore.kvcache.sequence import TokenSequence
 from pdcore.messages import (
     GrammarBitmask,
     ModelRunnerOutput,
@@ -34,6 +29,7 @@ from pdcore.messages import (
 from pdcore.request import FinishReason, Request, RequestStatus
 from pdcore.scheduler.abandon import count_lost_load, take_back, undo_exactly
 from pdcore.scheduler.admission import AdmissionPass
+from pdcore.scheduler.arrivals import Arrivals
 from pdcore.scheduler.audit import audit, fingerprint, raise_if_stalled
 from pdcore.scheduler.base import (
     Limits,
@@ -46,15 +42,15 @@ from pdcore.scheduler.base import (
 from pdcore.scheduler.commit import Commit
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.dispatch import Dispatch, OrdersLost
+from pdcore.scheduler.explaining import explain
 from pdcore.scheduler.grammar import GrammarBackend
 from pdcore.scheduler.intake import Intake
 from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import FCFS, SchedulingPolicy
 from pdcore.scheduler.running import RunningPass
-from pdcore.scheduler.state import RequestState, move
 from pdcore.scheduler.table import RequestTable
-from pdcore.scheduler.validate import policy_key, refuse_mismatch, refuse_what_cannot_fit
+from pdcore.scheduler.validate import refuse_mismatch
 
 __all__ = ["UnifiedScheduler"]
 
@@ -112,16 +108,13 @@ class UnifiedScheduler(Scheduler):
             grammar=grammar,
             table=RequestTable(limits.max_num_seqs, kv_manager.block_size),
         )
+        self._arrivals = Arrivals(self._core)
         self._intake = Intake(self._core)
         self._running = RunningPass(self._core)
         self._loading = Loading(self._core)
         self._admission = AdmissionPass(self._core, self._loading)
         self._dispatch = Dispatch(self._core)
         self._commit = Commit(self._core)
-        capacity = kv_manager.capacity_tokens(chunk=limits.max_num_batched_tokens)
-        # The last token needs no KV.
-        self._pool_limit = sys.maxsize if capacity is None else capacity + 1
-        self._num_added = 0
         self._is_paused = False
         self._last_plan: SchedulerOutput | None = None
 
@@ -140,39 +133,7 @@ class UnifiedScheduler(Scheduler):
         return self._core.limits
 
     def add_request(self, request: Request) -> RequestHandle:
-        try:
-            return self._add(request)
-        except RequestError:
-            self._tell_refused(request)
-            raise
-
-    def _add(self, request: Request) -> RequestHandle:
-        core = self._core
-        if request.request_id in core.uids:
-            status = core.requests[core.uids[request.request_id]].status
-            raise DuplicateRequest(
-                f"request {request.request_id!r} is still {status.value}; use another id, or abort "
-                "that one first"
-            )
-        refuse_what_cannot_fit(core, request)
-        now = core.clock.now()
-        request = request.arriving_at(now)
-        key = policy_key(core, request)
-        self._num_added += 1
-        uid = self._num_added
-        if core.connector is not None:
-            core.connector.request_added(request, uid)
-        state = self._new_state(request, uid, key)
-        core.requests[uid] = state
-        core.uids[request.request_id] = uid
-        if request.deadline is not None:
-            core.alarms.set(("request", uid), request.deadline)
-        core.is_quiet = False
-        if request.sampling.structured_output is not None:
-            self._compile(state)
-        else:
-            core.enqueue(state)
-        return RequestHandle(request.request_id, uid)
+        return self._arrivals.add(request)
 
     def abort_requests(self, requests: Iterable[str | RequestHandle]) -> None:
         core = self._core
@@ -332,22 +293,7 @@ class UnifiedScheduler(Scheduler):
         return None if uid is None else self._core.requests[uid].status
 
     def explain(self, request_id: str) -> Skip:
-        core = self._core
-        uid = core.uids.get(request_id)
-        if uid is None:
-            return Skip(code=SkipCode.UNKNOWN)
-        state = core.requests[uid]
-        if uid in core.skips:
-            return core.skips[uid]
-        match state.status:
-            case RequestStatus.WAITING_FOR_REMOTE_KVS:
-                words = core.connector.explain(state.request) if core.connector else None
-                return Skip(code=SkipCode.WAITING_FOR_REMOTE_KVS, waits_on=words or "its remote KV")
-            case RequestStatus.WAITING_FOR_GRAMMAR:
-                return Skip(code=SkipCode.WAITING_FOR_GRAMMAR, waits_on="its grammar")
-            case RequestStatus.RUNNING:
-                return self._explain_running(state)
-        return Skip(code=core.closed)
+        return explain(self._core, request_id, plan=self._last_plan, is_paused=self._is_paused)
 
     def pause(self) -> None:
         self._is_paused = True
@@ -406,38 +352,6 @@ class UnifiedScheduler(Scheduler):
             f"{core.manager.pool}>"
         )
 
-    def _new_state(self, request: Request, uid: int, key: Any) -> RequestState:
-        core = self._core
-        limit = min(
-            request.num_prompt_tokens + request.sampling.max_tokens, core.limits.max_model_len
-        )
-        limited_by_pool = self._pool_limit < limit
-        assert request.arrival_time is not None
-        return RequestState(
-            uid=uid,
-            request_id=request.request_id,
-            request=request,
-            sequence=TokenSequence(
-                request.prompt_token_ids, cache_salt=request.cache_salt, lora=request.lora
-            ),
-            limit=self._pool_limit if limited_by_pool else limit,
-            limited_by_pool=limited_by_pool,
-            arrival_time=request.arrival_time,
-            queue_key=(key, 0),
-        )
-
-    def _compile(self, state: RequestState) -> None:
-        core = self._core
-        assert core.grammar is not None
-        move(state, RequestStatus.WAITING_FOR_GRAMMAR)
-        try:
-            core.compiling[state.uid] = core.grammar.compile(state.request)
-        except Exception as error:
-            core.fail(state, f"its grammar could not be compiled: {error!r}")
-            return
-        deadline = core.clock.now() + core.limits.grammar_timeout_s
-        core.alarms.set(("grammar", state.uid), deadline)
-
     def _answer_of(self, question: Callable[[], _AnswerT], *, otherwise: _AnswerT) -> _AnswerT:
         """What the connector says; one that raises takes no engine down."""
         try:
@@ -445,18 +359,6 @@ class UnifiedScheduler(Scheduler):
         except Exception:
             logger.exception("the connector raised when it was asked: %r", question)
             return otherwise
-
-    def _tell_refused(self, request: Request) -> None:
-        """Who holds KV for a request that is refused need not wait for it."""
-        connector = self._core.connector
-        if connector is None or request.kv_transfer_params is None:
-            return
-        try:
-            connector.request_refused(request)
-        except InvalidTransferParams as error:
-            logger.debug("request %s was refused with a bad ticket: %s", request.request_id, error)
-        except Exception:
-            logger.exception("the connector's request_refused(%s) raised", request.request_id)
 
     def _take_report(self, report: TransferReport) -> None:
         core = self._core
@@ -480,15 +382,3 @@ class UnifiedScheduler(Scheduler):
             if not self._loading.roll_back_landed():
                 break
             self._admission.run(plan)
-
-    def _explain_running(self, state: RequestState) -> Skip:
-        table, row = self._core.table, state.row
-        plan = self._last_plan
-        if plan is not None and table.epoch[row] in plan.epochs[plan.rows == row]:
-            return Skip(code=SkipCode.RAN)
-        if self._is_paused:
-            return Skip(code=SkipCode.PAUSED)
-        if table.num_in_flight[row]:
-            return Skip(code=SkipCode.WAITING_FOR_OUTPUT, waits_on="the result of an earlier step")
-        needed = int(table.num_tokens[row] - table.num_computed[row])
-        return Skip(code=SkipCode.NO_TOKEN_BUDGET, needed=needed, available=0)
