@@ -215,6 +215,8 @@ class LandingDesk:
         event = self._ended.setdefault(params.push_id, asyncio.Event())
         try:
             while self.is_landing(params):
+                # It is also set when the end of a push is refused, so that this one goes on.
+                event.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), _LOOK_EVERY_S)
         finally:
