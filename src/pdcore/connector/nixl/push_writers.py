@@ -18,6 +18,7 @@ from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import PeerInfo, PushStop, PushTask, ReadTask
 from pdcore.connector.nixl.reader import PeerReader, ReadResult
+from pdcore.errors import TransferError
 from pdcore.messages import PushReport, TransferKey
 
 __all__ = ["PushWriters"]
@@ -104,6 +105,7 @@ class PushWriters:
         self._num_pushes = 0
         self._writers: dict[str, _PeerWriter] = {}
         self._reports: list[PushReport] = []
+        self._is_closed = False
 
     def order(self, tasks: tuple[PushTask, ...], stops: tuple[PushStop, ...]) -> None:
         """Take a step's orders. What an earlier step that failed had ordered is forgotten."""
@@ -128,7 +130,10 @@ class PushWriters:
 
     def close(self) -> None:
         """Stop every write, close every agent, join every thread."""
-        writers, self._writers = list(self._writers.values()), {}
+        with self._lock:
+            # A write that ends meanwhile would begin the next one, with a new writer.
+            self._is_closed = True
+            writers, self._writers = list(self._writers.values()), {}
         for writer in writers:
             writer.stop()
         for writer in writers:
@@ -175,7 +180,7 @@ class PushWriters:
         with self._lock:
             if push.flying is not None:
                 return
-            if push.cause:
+            if push.cause or self._is_closed:
                 push.waiting.clear()
             task = push.waiting.popleft() if push.waiting else None
             push.flying = task
@@ -215,6 +220,8 @@ class PushWriters:
     def _writer_for(self, peer: PeerInfo) -> _PeerWriter:
         """Called by whoever sends next: the worker's thread, or a writer's own for its own peer."""
         with self._lock:
+            if self._is_closed:
+                raise TransferError("this engine is closing")
             writer = self._writers.get(peer.peer_id)
             if writer is None:
                 self._retire_idle()
