@@ -7,8 +7,9 @@ solo run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from nixl_pushes import (
 )
 from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
 
+from pdcore.connector.nixl.landing_area import LandingArea
 from pdcore.errors import ConfigError, ExecutorError
 from pdcore.request import FinishReason, Request
 
@@ -307,3 +309,25 @@ def test_nobody_comes_for_what_was_sent(prefill: WholeEngine, decode: WholeEngin
     assert landings(decode).num_free_slots < landings(decode).num_slots
     run_idle(prefill, decode)
     assert landings(decode).num_used == 0
+
+
+def test_another_request_with_the_ticket_does_not_free_what_one_reads(
+    prefill: WholeEngine, decode: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots stay the reader's until it has read them, whoever else has its ticket and goes."""
+    orders: list[Callable[[], None]] = []
+    submit = LandingArea.submit
+    monkeypatch.setattr(
+        LandingArea, "submit", lambda area, *order: orders.append(partial(submit, area, *order))
+    )
+    begin(prefill, "a", PROMPT, expect(decode, PROMPT))
+    params = finish(prefill, "a", decode)
+    decode.add("a", PROMPT, max_tokens=9, params=params)
+    run_until(lambda: bool(orders), decode, prefill)
+    before = landings(decode).num_free_slots
+    decode.add("b", PROMPT, max_tokens=9, params=params)
+    decode.scheduler.abort_requests(["b"])
+    assert landings(decode).num_free_slots == before < landings(decode).num_slots
+    orders.pop()()
+    run_until(lambda: "a" in decode.ends, decode, prefill)
+    run_idle(prefill, decode)

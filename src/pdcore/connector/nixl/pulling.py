@@ -383,8 +383,8 @@ class PullDesk:
     ) -> None:
         assert pull.transfer is not None
         self._by_transfer.pop(pull.transfer, None)
-        self._landings.drop(pull.params)
         pull.state = state
+        self._drop_landing(pull)
         self.tally.ended(
             pull.transfer,
             is_good=is_good,
@@ -408,11 +408,21 @@ class PullDesk:
     def _give_back(self, pull: Pull, reason: str) -> None:
         driver = self._drivers[pull.uid]
         driver.stop()
-        self._landings.drop(pull.params)
+        self._drop_landing(pull)
         if not pull.is_returned:
             pull.is_returned = True
             notice = driver.link.release(pull.params.transfer_id, reason)
             self._control.spawn(notice, is_short=True)
+
+    def _drop_landing(self, pull: Pull) -> None:
+        """Nothing that was pushed is needed for a pull; unless another one with the same ticket is
+        reading it, when that one's end frees the slots."""
+        push_id = pull.params.push_id
+        if push_id and not any(
+            it.params.push_id == push_id and it.state is PullState.READING
+            for it in self._by_transfer.values()
+        ):
+            self._landings.drop(pull.params)
 
     def _give_out(self, pull: Pull) -> ReadTask:
         pull.state = PullState.READING
