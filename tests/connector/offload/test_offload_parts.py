@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcore import KVCacheManager, LRUBlockPool, UnifiedScheduler, VirtualClock
+from pdcore.connector.offload import OffloadConfig, OffloadSchedulerConnector
 from pdcore.connector.offload.lru import SlotLRU
 from pdcore.connector.offload.records import HEADER_BYTES, RecordFormat
 from pdcore.connector.offload.store import RecordStore
@@ -207,3 +209,20 @@ def test_a_disk_without_room_is_found_at_the_start(
         open_store(num_slots=1 << 50)
     with pytest.raises(ConfigError, match="does not hold one record"):
         open_store(num_slots=0)
+
+
+def test_workers_hear_of_a_reset_in_the_next_step() -> None:
+    """Also if nothing is saved or loaded, and again if that step was taken back."""
+    half = OffloadSchedulerConnector(OffloadConfig(host_bytes=1))
+    manager = KVCacheManager(LRUBlockPool(8, 4))
+    scheduler = UnifiedScheduler(manager, connector=half, clock=VirtualClock())
+    assert scheduler.schedule().connector_meta is None
+    assert scheduler.reset_prefix_cache()
+    for _ in range(2):
+        assert scheduler.has_requests()
+        plan = scheduler.schedule()
+        assert plan.connector_meta.num_resets == 1
+        later = scheduler.schedule()
+        assert later.connector_meta is None
+        scheduler.abandon(later)
+        scheduler.abandon(plan)

@@ -233,6 +233,16 @@ def test_the_next_engine_has_the_records_of_this_one(half: Half, tmp_path: Path)
     after.worker.close()
 
 
+def test_the_next_engine_has_no_records_of_before_a_reset(half: Half, tmp_path: Path) -> None:
+    """It counts its resets from 0, so it could not tell them from its own."""
+    half.save(4)
+    half.step(OffloadMeta(num_resets=1))
+    half.worker.close()
+    after = Half(tmp_path)
+    assert after.worker.get_handshake_metadata().stored == ()
+    after.worker.close()
+
+
 def test_memory_that_is_not_one_piece_is_refused(tmp_path: Path) -> None:
     """A block must be one run of bytes, of the size that was said."""
     config = make_config(BLOCK_SIZE, num_host_blocks=4)

@@ -28,9 +28,10 @@ class OffloadConfig:
             the extra ``nixl``.
         directory: where the files are. Whoever can write there can alter what the model reads, so
             it should belong to the engine's user alone.
-        persistent: whether the next engine with this directory finds the blocks of this one. Then
-            the manager's `PrefixHasher` needs a configured secret, since blocks are found by the
-            names that it gives. Otherwise the files have no name and vanish with the process.
+        persistent: whether the next engine with this directory finds the blocks of this one, unless
+            its prefix cache was reset. Then the manager's `PrefixHasher` needs a configured
+            secret, since blocks are found by the names that it gives. Otherwise the
+            files have no name and vanish with the process.
         background: whether loads and disk writes run in a thread of their own. Without it they
             run when the worker is asked for its report: for simulations, which must repeat exactly.
         poll_s: how often a loop that only waits for loads asks its workers.

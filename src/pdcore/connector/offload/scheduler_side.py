@@ -79,6 +79,7 @@ class OffloadSchedulerConnector(SchedulerConnector):
         self._loads: dict[TransferKey, _Load] = {}
         self._cancelled: list[TransferKey] = []
         self._num_resets = 0
+        self._is_reset_told = True
         self._poll_at = 0.0
         self._counts = _Counts()
         self._tally = LoadTally()
@@ -109,6 +110,7 @@ class OffloadSchedulerConnector(SchedulerConnector):
     def reset_cache(self) -> None:
         # Records of before are void, where they are; so what is in flight need not be called back.
         self._num_resets += 1
+        self._is_reset_told = False
         self._unsaved.clear()
         self._lost_saves.clear()
         if self._catalog is not None:
@@ -154,8 +156,9 @@ class OffloadSchedulerConnector(SchedulerConnector):
         for load in unsent:
             load.is_sent = True
         cancelled, self._cancelled = self._cancelled, []
-        if not (saves or self._loads):
+        if not (saves or self._loads) and self._is_reset_told:
             return None
+        self._is_reset_told = True
         # While a load is in flight even an empty order goes out: workers report in steps alone.
         return OffloadMeta(
             num_resets=self._num_resets,
@@ -165,6 +168,9 @@ class OffloadSchedulerConnector(SchedulerConnector):
         )
 
     def rebuild_connector_meta(self, meta: OffloadMeta) -> None:
+        if meta.num_resets:
+            # Perhaps it was the one that told of the last reset.
+            self._is_reset_told = False
         if meta.num_resets == self._num_resets:
             # No worker wrote anything since, so the blocks are as they were.
             self._lost_saves = {order.host_slot: order for order in meta.saves} | self._lost_saves
@@ -260,6 +266,7 @@ class OffloadSchedulerConnector(SchedulerConnector):
             self._unsaved
             or self._lost_saves
             or self._cancelled
+            or not self._is_reset_told
             or any(not load.is_sent for load in self._loads.values())
         )
 

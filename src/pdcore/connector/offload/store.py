@@ -51,13 +51,16 @@ class RecordStore:
                 f"disk_bytes={num_bytes} does not hold one record of {record_format.record_bytes}"
             )
         self._format = record_format
-        self._is_named = persistent
+        self._path: Path | None = None
         self.fd = -1
         self.last_number = 0
         name = f"{record_format.digest[:16].hex()}-rank{rank}.kv"
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.fd = _open_named(directory / name) if persistent else _open_nameless(directory)
+            if persistent:
+                self.fd, self._path = _open_named(directory / name), directory / name
+            else:
+                self.fd = _open_nameless(directory)
             _take_room(self.fd, self.num_slots * record_format.record_bytes)
         except OSError as error:
             self.close()
@@ -70,7 +73,7 @@ class RecordStore:
 
     def entries(self) -> list[tuple[int, bytes]]:
         """An earlier engine's records, as far as their headers say: (slot, key), oldest first."""
-        if not self._is_named:
+        if self._path is None:
             return []
         found: dict[bytes, tuple[int, int]] = {}
         for slot in range(self.num_slots):
@@ -81,6 +84,22 @@ class RecordStore:
                 found[header.key] = newest
         self.last_number = max((number for number, _ in found.values()), default=0)
         return [(slot, key) for key, (_, slot) in sorted(found.items(), key=lambda it: it[1])]
+
+    def forget_name(self) -> None:
+        """Let no later engine find the file: what is in it was void, or will be. May be repeated.
+
+        Raises:
+            ConfigError: there is no right to do so.
+        """
+        if self._path is None:
+            return
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} holds KV from before a reset and cannot be deleted: {error}"
+            ) from error
+        self._path = None
 
     def close(self) -> None:
         """Let go of the file. May be called twice."""

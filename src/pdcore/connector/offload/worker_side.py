@@ -29,6 +29,7 @@ class _Parts:
     record_format: RecordFormat
     host: HostTier
     mover: Mover
+    store: RecordStore | None
     handshake: OffloadHandshake
 
 
@@ -74,7 +75,7 @@ class OffloadWorkerConnector(WorkerConnector):
             stored=() if store is None else tuple(store.entries()),
         )
         mover = Mover(blocks, record_format, host, disk, in_background=self._config.background)
-        self._parts = _Parts(blocks, record_format, host, mover, handshake)
+        self._parts = _Parts(blocks, record_format, host, mover, store, handshake)
         mover.start()
 
     def get_handshake_metadata(self) -> OffloadHandshake:
@@ -90,6 +91,9 @@ class OffloadWorkerConnector(WorkerConnector):
             return
         parts = self._known()
         if meta.num_resets > self._num_resets:
+            if parts.store is not None:
+                # The next engine counts its resets anew: to it, old records would be good.
+                parts.store.forget_name()
             self._num_resets = meta.num_resets
             parts.record_format.reset(meta.num_resets)
         if meta.saves:
