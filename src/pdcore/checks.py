@@ -6,9 +6,11 @@ import math
 import operator
 from typing import Any
 
+import numpy as np
+
 from pdcore.errors import ConfigError
 
-__all__ = ["check_count", "check_flag", "check_positive", "check_share"]
+__all__ = ["check_count", "check_flag", "check_not_negative", "check_positive", "check_share"]
 
 
 def check_count(name: str, value: Any, *, at_least: int = 1) -> None:
@@ -34,6 +36,12 @@ def check_positive(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number above 0")
 
 
+def check_not_negative(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless ``value`` is a finite number, 0 or above."""
+    if not (_is_number(value) and math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name}={value!r:.80}: must be a finite number, 0 or above")
+
+
 def check_share(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a number from 0 to 1."""
     if not (_is_number(value) and 0 <= value <= 1):
@@ -41,4 +49,4 @@ def check_share(name: str, value: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, bool | str | bytes)
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

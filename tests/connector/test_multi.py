@@ -259,3 +259,12 @@ def test_the_factory_makes_both_halves() -> None:
         connector.scheduler_side().stats()
         == MultiConnector({"a": NullConnector(), "b": NullConnector()}).scheduler_side().stats()
     )
+
+
+def test_a_half_is_found_by_its_name() -> None:
+    """What only one connector has is asked of its own half."""
+    multi = MultiConnector({"a": NullConnector(), "b": NullConnector()}).scheduler_side()
+    assert multi.half("a") is not multi.half("b")
+    assert multi.half("b") is multi.half("b")
+    with pytest.raises(ConfigError, match="no connector 'c' here, but 'a', 'b'"):
+        multi.half("c")

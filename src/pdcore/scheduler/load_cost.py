@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdcore.checks import check_not_negative
 from pdcore.connector.base import ExternalMatch
-from pdcore.errors import ConfigError
 from pdcore.request import Request
 from pdcore.scheduler.policy import SchedulingPolicy
 
@@ -31,19 +31,15 @@ class LoadCost(SchedulingPolicy):
         options: for the policy that comes after.
 
     Raises:
-        ConfigError: a time is negative.
+        ConfigError: a time is no finite number, or negative.
     """
 
     def __init__(
         self, *, prefill_s_per_token: float, load_overhead_s: float = 0.0, **options: Any
     ) -> None:
         super().__init__(**options)
-        for name, value in (
-            ("prefill_s_per_token", prefill_s_per_token),
-            ("load_overhead_s", load_overhead_s),
-        ):
-            if not value >= 0:
-                raise ConfigError(f"{name}={value}: must be 0 or more seconds")
+        check_not_negative("prefill_s_per_token", prefill_s_per_token)
+        check_not_negative("load_overhead_s", load_overhead_s)
         self._prefill_s_per_token = prefill_s_per_token
         self._load_overhead_s = load_overhead_s
 

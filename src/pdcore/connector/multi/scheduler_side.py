@@ -26,7 +26,7 @@ from pdcore.connector.multi.reports import part_of
 from pdcore.connector.multi.sharing import Offers, SharedRequest
 from pdcore.connector.multi.stats import MultiStats
 from pdcore.connector.stats import ConnectorStats
-from pdcore.errors import InvalidTransferParams, TransferError
+from pdcore.errors import ConfigError, InvalidTransferParams, TransferError
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import FinishReason, Request
@@ -60,6 +60,18 @@ class MultiSchedulerConnector(SchedulerConnector):
         # Loads that a connector raised for when it was to begin them.
         self._unbegun: list[LoadFailure] = []
         self._num_dropped_events = 0
+
+    def half(self, name: str) -> SchedulerConnector:
+        """A connector's own half, for what only it has, such as NIXL's ``expect_push``.
+
+        Raises:
+            ConfigError: there is no connector of that name.
+        """
+        if name not in self._halves:
+            raise ConfigError(
+                f"there is no connector {name!r:.100} here, but {', '.join(map(repr, self._halves))}"
+            )
+        return self._halves[name]
 
     # Setting up.
 

@@ -74,7 +74,7 @@ class LandingRegistry:
     any more: the push was never claimed, its writer said that it stopped, or its writer has died;
     after a writer's end by force ``linger_s`` must pass as well. Otherwise it stays in quarantine.
 
-    What a push brought is given out once, for the ticket that its writer named, and only after the
+    What a push brought is given out for the ticket that its writer named alone, and only after the
     writer said that it stopped.
 
     Every method may be called from any thread and returns at once.

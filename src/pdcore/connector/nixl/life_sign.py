@@ -71,7 +71,7 @@ async def is_refused(host: str, port: int, *, timeout_s: float) -> bool | None:
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, UnicodeError) as error:  # the last: a host that is no name
         return True if getattr(error, "errno", None) == errno.ECONNREFUSED else None
     writer.transport.abort()
     return False

@@ -36,7 +36,7 @@ class MemoryRegion:
         """Describe a worker's KV memory.
 
         The buffer may be a numpy array or a torch tensor. A tensor on a CUDA device counts as
-        ``VRAM``; that path is written to NIXL's documentation and has not run on a GPU here.
+        ``VRAM``; that path is written to NIXL's documentation and has never run on a GPU yet.
 
         Raises:
             ConfigError: the buffer is not contiguous, or its size is not that of its blocks.

@@ -44,7 +44,7 @@ class _HostBlocks(BlockAccess):
 
 
 class _DeviceBlocks(BlockAccess):
-    """A torch tensor on a device. Written to torch's documentation; not run on a GPU here."""
+    """A torch tensor on a device. Written to torch's documentation; never run on a GPU yet."""
 
     def __init__(self, blocks: Any) -> None:
         import torch
