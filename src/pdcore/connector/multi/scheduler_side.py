@@ -68,9 +68,8 @@ class MultiSchedulerConnector(SchedulerConnector):
             ConfigError: there is no connector of that name.
         """
         if name not in self._halves:
-            raise ConfigError(
-                f"there is no connector {name!r:.100} here, but {', '.join(map(repr, self._halves))}"
-            )
+            known = ", ".join(map(repr, self._halves))
+            raise ConfigError(f"there is no connector {name!r:.100} here, but {known}")
         return self._halves[name]
 
     # Setting up.
