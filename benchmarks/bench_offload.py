@@ -179,7 +179,7 @@ def parse() -> argparse.Namespace:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--repeats", type=int, default=3, help="rounds of each engine")
     options.add_argument("--num-prompts", type=int, default=12)
-    options.add_argument("--prompt-blocks", type=int, default=8, help="blocks of each prompt")
+    options.add_argument("--prompt-blocks", type=int, default=6, help="blocks of each prompt")
     options.add_argument("--num-tokens", type=int, default=2, help="tokens drawn for each")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--threads", type=int, default=1)
