@@ -32,13 +32,13 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number above 0."""
-    if not (_is_number(value) and math.isfinite(value) and value > 0):
+    if not (_is_number(value) and 0 < value < math.inf):
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number above 0")
 
 
 def check_not_negative(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number, 0 or above."""
-    if not (_is_number(value) and math.isfinite(value) and value >= 0):
+    if not (_is_number(value) and 0 <= value < math.inf):
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number, 0 or above")
 
 

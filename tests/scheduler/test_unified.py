@@ -24,7 +24,7 @@ from pdcore import (
     VirtualClock,
 )
 from pdcore.connector.base import ExternalMatch
-from pdcore.connector.null import NullSchedulerConnector
+from pdcore.connector.null import NullConnector, NullSchedulerConnector
 from pdcore.errors import (
     ConfigError,
     DuplicateRequest,
@@ -32,7 +32,7 @@ from pdcore.errors import (
     InvariantBroken,
     OutputOrder,
 )
-from pdcore.kvcache import KVCacheConfig, KVCacheSpec
+from pdcore.kvcache import KVCacheConfig, KVCacheSpec, PrefixHasher
 from pdcore.messages import TransferKey, TransferReport
 from pdcore.scheduler import Admission, AdmissionContext, GrammarBackend, GrammarMatcher, SkipCode
 from pdcore.testing import FakeKVRunner
@@ -112,6 +112,19 @@ def test_a29_a_hook_that_raises_costs_its_request_alone(hook: str) -> None:
     end = rig.driver.delivered["bad"].end
     assert end is not None
     assert f"{hook} is broken" in (end.cause or "")
+
+
+def test_a_connector_in_place_of_its_half_is_refused() -> None:
+    """The error says what to pass."""
+    manager = KVCacheManager(LRUBlockPool(8, 4))
+    with pytest.raises(ConfigError, match=r"NullConnector was given .* scheduler_side\(\) returns"):
+        UnifiedScheduler(manager, connector=NullConnector())  # type: ignore[arg-type]
+
+
+def test_a_hasher_of_another_block_size_is_refused() -> None:
+    """Keys for blocks of 32 tokens do not name blocks of 4."""
+    with pytest.raises(ConfigError, match="blocks of 32 tokens, the pool's have 4"):
+        KVCacheManager(LRUBlockPool(8, 4), hasher=PrefixHasher(32))
 
 
 def test_a_key_that_raises_or_cannot_be_compared_refuses_its_request() -> None:

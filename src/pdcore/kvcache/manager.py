@@ -53,7 +53,8 @@ class KVCacheManager:
         hasher: how prefixes are named; a `PrefixHasher` with a random secret when None.
 
     Raises:
-        ConfigError: more than one group, or a group with another block size than the pool's.
+        ConfigError: more than one group, or a group or a hasher with another block size than the
+            pool's.
     """
 
     def __init__(
@@ -79,6 +80,11 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.sliding_window = groups[0].sliding_window if groups else None
         self.hasher = hasher or PrefixHasher(pool.block_size)
+        if self.hasher.block_size != pool.block_size:
+            raise ConfigError(
+                f"the hasher names blocks of {self.hasher.block_size} tokens, the pool's have "
+                f"{pool.block_size}: make it as PrefixHasher({pool.block_size})"
+            )
         self.tables = BlockTables(pool, sliding_window=self.sliding_window)
 
     def reserve_rows(self, num_rows: int, max_model_len: int) -> None:

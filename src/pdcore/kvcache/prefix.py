@@ -42,8 +42,9 @@ class PrefixHasher:
 
     Args:
         block_size: tokens in a block.
-        secret: what the weights are drawn from, at least 16 random bytes; made for this process
-            when None. Engines that are to name blocks alike need the same secret and block size.
+        secret: what the weights are drawn from: random bytes, at least 16 to be hard to guess;
+            made for this process when None. Engines that are to name blocks alike need the same
+            secret and block size.
 
     Attributes:
         block_size: tokens in a block.

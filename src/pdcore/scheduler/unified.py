@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.clock import Clock, MonotonicClock
-from pdcore.connector.base import SchedulerConnector
+from pdcore.connector.base import KVConnector, SchedulerConnector
 from pdcore.connector.stats import ConnectorStats
 from pdcore.errors import (
     ConfigError,
@@ -91,6 +91,11 @@ class UnifiedScheduler(Scheduler):
         clock: Clock | None = None,
     ) -> None:
         limits = limits or Limits()
+        if isinstance(connector, KVConnector):
+            raise ConfigError(
+                f"a {type(connector).__name__} was given as connector: pass the half that its "
+                "scheduler_side() returns"
+            )
         if connector is not None and kv_manager.sliding_window is not None:
             raise ConfigError(
                 "a KV connector was given with a model that has a sliding window; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -35,6 +36,8 @@ from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferR
 from pdcore.request import Request
 
 __all__ = ["OffloadSchedulerConnector"]
+
+logger = logging.getLogger(__name__)
 
 BlockIds = npt.NDArray[np.int32]
 
@@ -79,6 +82,7 @@ class OffloadSchedulerConnector(SchedulerConnector):
         self._loads: dict[TransferKey, _Load] = {}
         self._cancelled: list[TransferKey] = []
         self._num_resets = 0
+        self._has_warned = False
         self._is_reset_told = True
         self._poll_at = 0.0
         self._counts = _Counts()
@@ -115,6 +119,14 @@ class OffloadSchedulerConnector(SchedulerConnector):
         self._lost_saves.clear()
         if self._catalog is not None:
             self._catalog.clear()
+
+    def request_added(self, request: Request, uid: int) -> None:
+        if self._catalog is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "nothing is saved or loaded before set_xfer_handshake_metadata: pass it what each "
+                "worker's get_handshake_metadata returned"
+            )
 
     def get_num_new_matched_tokens(self, request: Request, num_local_tokens: int) -> ExternalMatch:
         places = self._find(request, num_local_tokens)
