@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nixl_engines import Engine, until
@@ -31,7 +32,9 @@ from nixl_pushes import (
 from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
 
 from pdcore.connector.nixl.landing_area import LandingArea
-from pdcore.errors import ConfigError, ExecutorError
+from pdcore.connector.nixl.link import PeerLink
+from pdcore.connector.nixl.protocol import PushEnded
+from pdcore.errors import ConfigError, ExecutorError, InvalidTransferParams, PeerLost
 from pdcore.request import FinishReason, Request
 
 pytestmark = [
@@ -330,4 +333,53 @@ def test_another_request_with_the_ticket_does_not_free_what_one_reads(
     assert landings(decode).num_free_slots == before < landings(decode).num_slots
     orders.pop()()
     run_until(lambda: "a" in decode.ends, decode, prefill)
+    run_idle(prefill, decode)
+
+
+def test_a_push_that_is_called_off_while_it_is_read(
+    prefill: WholeEngine, decode: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots go to nobody else before the reader has done."""
+    orders: list[Callable[[], None]] = []
+    submit = LandingArea.submit
+    monkeypatch.setattr(
+        LandingArea, "submit", lambda area, *order: orders.append(partial(submit, area, *order))
+    )
+    push_to = expect(decode, PROMPT)
+    begin(prefill, "a", PROMPT, push_to)
+    params = finish(prefill, "a", decode)
+    request = decode.add("a", PROMPT, max_tokens=9, params=params)
+    run_until(lambda: bool(orders), decode, prefill)
+    decode.connector.call_off_push(push_to)
+    assert not set(expect(decode, PROMPT)["slots"]) & set(push_to["slots"])
+    orders.pop()()
+    run_until(lambda: "a" in decode.ends, decode, prefill)
+    assert decode.tokens["a"] == decode.runner.solo_tokens(request)
+    assert landings(decode).num_used == 1
+    run_idle(prefill, decode)
+
+
+def test_leave_is_not_used_again_while_the_first_end_is_not_told(
+    prefill: WholeEngine, decode: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That end would free slots which the second request writes to."""
+    ask, is_lost = PeerLink.ask, [True]
+
+    async def ask_over_a_bad_line(link: PeerLink, request: Any, reply_type: Any) -> Any:
+        if isinstance(request, PushEnded) and is_lost[0]:
+            raise PeerLost("the line is bad")
+        return await ask(link, request, reply_type)
+
+    monkeypatch.setattr(PeerLink, "ask", ask_over_a_bad_line)
+    push_to = expect(decode, PROMPT)
+    begin(prefill, "a", PROMPT, push_to)
+    prefill.scheduler.abort_requests(["a"])
+    params = {"do_remote_decode": True, "push_to": push_to}
+    with pytest.raises(InvalidTransferParams, match="in use"):
+        prefill.add("b", PROMPT, max_tokens=1, params=params)
+    is_lost[0] = False
+    run_until(lambda: pushes(prefill).num_ended == 1, prefill, decode)
+    begin(prefill, "c", PROMPT, push_to)
+    assert (pushes(prefill).num_started, pushes(prefill).num_refused) == (1, 1)
+    finish(prefill, "c", decode)
     run_idle(prefill, decode)

@@ -136,7 +136,7 @@ class LandingDesk:
             max_num_bytes=self._config.max_params_bytes,
         )
         if self._registry is not None:
-            self._registry.drop(params.push_id, prompt_digest=params.prompt_digest)
+            self._registry.call_off(params.push_id, prompt_digest=params.prompt_digest)
 
     def want(self, params: TransferParams) -> bool:
         """A request has come with a ticket: keep what was pushed for it until `drop`. Returns
@@ -168,6 +168,11 @@ class LandingDesk:
         """What was pushed for a ticket is not needed, or not any more."""
         if self._registry is not None and params.push_id:
             self._registry.drop(params.push_id, prompt_digest=params.prompt_digest)
+
+    def refuse(self, params: TransferParams) -> None:
+        """Nobody comes with a ticket for what was pushed; who reads it goes on."""
+        if self._registry is not None and params.push_id:
+            self._registry.call_off(params.push_id, prompt_digest=params.prompt_digest)
 
     def counts(self) -> LandingCounts:
         """What became of the pushes so far."""

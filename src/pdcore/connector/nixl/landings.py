@@ -148,7 +148,7 @@ class LandingRegistry:
             if landing is None or not landing.is_from(writer, prompt_digest):
                 return ()
             if landing.state is not _State.LANDED or landing.ticket_id != ticket_id:
-                self._drop(landing)
+                self._call_off(landing)
                 return ()
             self._counts["num_used"] += not landing.was_used
             landing.is_awaited = landing.was_used = True
@@ -160,6 +160,13 @@ class LandingRegistry:
             landing = self._landings.get(push_id)
             if landing is not None and landing.prompt_digest == prompt_digest:
                 self._drop(landing)
+
+    def call_off(self, push_id: str, *, prompt_digest: str) -> None:
+        """Nobody will come for a push. If it is read already, its slots stay until `drop`."""
+        with self._lock:
+            landing = self._landings.get(push_id)
+            if landing is not None and landing.prompt_digest == prompt_digest:
+                self._call_off(landing)
 
     # What its writer says.
 
@@ -302,6 +309,10 @@ class LandingRegistry:
                 landing.state, landing.deadline = _State.QUARANTINED, math.inf
             else:
                 self._drop(landing)
+
+    def _call_off(self, landing: _Landing) -> None:
+        if not landing.was_used:
+            self._drop(landing)
 
     def _drop(self, landing: _Landing) -> None:
         if landing.state is _State.CLAIMED:

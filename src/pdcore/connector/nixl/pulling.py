@@ -118,7 +118,7 @@ class PullDesk:
                 params.transfer_id, "the decode engine refused its request"
             )
             self._control.spawn(notice, is_short=True)
-            self._landings.drop(params)
+            self._landings.refuse(params)
 
     def num_matched_tokens(self, request: Request, num_local_tokens: int) -> int:
         """How many tokens beyond the local ones this request's ticket can bring."""

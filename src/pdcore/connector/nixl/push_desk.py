@@ -71,6 +71,8 @@ class PushDesk:
         self._allowed = AllowedPeers(config.allowed_peers)
         self._pushes: dict[int, Push] = {}
         self._drivers: dict[int, PushDriver] = {}
+        # Pushes that ended, until their peer knows it: uid -> push id.
+        self._untold: dict[int, str] = {}
         self._lock = threading.Lock()
         self._facts: list[PushFact] = []
         self._released: list[str] = []
@@ -186,9 +188,9 @@ class PushDesk:
 
     def close(self) -> None:
         """The engine closes: its workers are closed by now, so nothing is sent any more."""
-        for uid in tuple(self._pushes):
-            del self._pushes[uid]
-            self._say_end(uid, ticket_id="", num_blocks=0, was_cut=True)
+        for push in tuple(self._pushes.values()):
+            del self._pushes[push.uid]
+            self._say_end(push, ticket_id="", num_blocks=0, was_cut=True)
 
     # Inner workings.
 
@@ -207,7 +209,9 @@ class PushDesk:
                 "push_to belongs to another prompt: pass the same prompt_token_ids and lora to "
                 "expect_push() and to the prefill engine"
             )
-        if any(push.push_id == params.push_id for push in self._pushes.values()):
+        # While the peer has not heard of a push's end, that end could pass for this one's.
+        in_use = {push.push_id for push in self._pushes.values()} | set(self._untold.values())
+        if params.push_id in in_use:
             raise InvalidTransferParams(
                 "push_to is in use by another request: ask expect_push() for each request"
             )
@@ -250,6 +254,7 @@ class PushDesk:
     def _apply(self, fact: PushFact) -> None:
         if isinstance(fact, PushTold):
             self._counts["num_ended"] += 1
+            self._untold.pop(fact.uid, None)
             return
         push = self._pushes.get(fact.uid)
         if push is None or push.is_ending:
@@ -280,7 +285,7 @@ class PushDesk:
         num_blocks = push.num_vouched() if push.is_wanted else 0
         self._counts["num_blocks"] += num_blocks
         self._say_end(
-            push.uid,
+            push,
             ticket_id=push.ticket_id,
             num_blocks=num_blocks,
             was_cut=any(report.was_cut for report in push.reports.values()),
@@ -289,8 +294,9 @@ class PushDesk:
             self._released.append(push.keeps)
         self._notify()
 
-    def _say_end(self, uid: int, *, ticket_id: str, num_blocks: int, was_cut: bool) -> None:
-        driver = self._drivers.pop(uid)
+    def _say_end(self, push: Push, *, ticket_id: str, num_blocks: int, was_cut: bool) -> None:
+        driver = self._drivers.pop(push.uid)
+        self._untold[push.uid] = push.push_id
         driver.link.num_users -= 1
         self._control.spawn(
             driver.end(ticket_id=ticket_id, num_blocks=num_blocks, was_cut=was_cut), is_short=True
