@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,6 +200,57 @@ def test_two_engines_do_not_share_a_store(open_store: Callable[..., RecordStore]
         open_store()
     first.close()
     open_store().close()
+
+
+def test_a_file_whose_name_goes_while_it_is_opened_is_not_used(
+    open_store: Callable[..., RecordStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last engine had a reset, so what is in it is void."""
+    first, flock = open_store(), fcntl.flock
+    (path,) = tmp_path.glob("*.kv")
+    with path.open("r+b") as file:
+        file.write(make_record(b"void").tobytes())
+
+    def lock_late(fd: int, operation: int) -> None:
+        if first.fd >= 0:
+            first.forget_name()
+            first.close()
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    second = open_store()
+    assert second.entries() == []
+    assert path.exists()
+    second.close()
+
+
+def test_a_reset_deletes_no_name_of_another_file(
+    open_store: Callable[..., RecordStore], tmp_path: Path
+) -> None:
+    """When somebody deleted an engine's file, another engine may have one under that name."""
+    first = open_store()
+    (path,) = tmp_path.glob("*.kv")
+    path.unlink()
+    second = open_store()
+    first.forget_name()
+    assert path.exists()
+    for store in (first, second):
+        store.close()
+
+
+def test_a_damaged_number_does_not_end_the_numbering(
+    open_store: Callable[..., RecordStore], tmp_path: Path
+) -> None:
+    """Newer records must have larger ones, of 64 bits."""
+    open_store().close()
+    (path,) = tmp_path.glob("*.kv")
+    with path.open("r+b") as file:
+        file.write(make_record(b"a", number=2**64 - 1).tobytes())
+        file.write(make_record(b"b", number=3).tobytes())
+    store = open_store()
+    assert store.entries() == [(1, b"b")]
+    assert store.last_number == 3
+    store.close()
 
 
 def test_a_disk_without_room_is_found_at_the_start(

@@ -37,6 +37,8 @@ MAX_KEY_BYTES = 64
 _MAGIC = b"pdcoreK2"
 _HEADER = struct.Struct("<8sI4xQQ32sB64s")
 _CHECKED_FROM = 12
+_MAX_NUMBER = 2**63
+"""Nobody writes so often: a header that says so is damaged, and no number could follow it."""
 
 
 @attrs.frozen
@@ -81,6 +83,8 @@ class RecordFormat:
         """Read a header; None where there is no record, or one of another kind of block."""
         magic, _, number, num_bytes, digest, key_bytes, key = _HEADER.unpack(data[: _HEADER.size])
         if (magic, num_bytes, digest) != (_MAGIC, self.num_bytes, self.digest):
+            return None
+        if number >= _MAX_NUMBER:
             return None
         return Header(key[:key_bytes], number)
 

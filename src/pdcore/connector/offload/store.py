@@ -94,7 +94,9 @@ class RecordStore:
         if self._path is None:
             return
         try:
-            self._path.unlink(missing_ok=True)
+            # Somebody may have deleted it before, and another engine have one there now.
+            if _is_at(self.fd, self._path):
+                self._path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{self._path} holds KV from before a reset and cannot be deleted: {error}"
@@ -109,17 +111,36 @@ class RecordStore:
 
 
 def _open_named(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(fd, path)
+            # Its last user may have deleted the name just before it let go of the lock.
+            if _is_at(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as error:
-        os.close(fd)
-        if not isinstance(error, OSError) or error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
         raise ConfigError(
             f"another engine keeps its KV in {path}: give each engine a directory of its own"
         ) from error
-    return fd
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether a path names this open file, and not another one or none."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _open_nameless(directory: Path) -> int:
