@@ -582,10 +582,14 @@ def test_a_key_is_needed_off_loopback() -> None:
     ("name", "value"),
     [
         ("block_size", 0),
+        ("block_size", 2**20 + 1),
         ("lease_s", 0.0),
+        ("lease_s", 86401.0),
         ("port", 70000),
         ("idle_poll_s", float("nan")),
         ("engine_id", "a\nb"),
+        ("engine_id", 5),
+        ("advertised_host", "h" * 257),
         ("allowed_peers", "10.0.0.1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
@@ -13,12 +14,20 @@ from pdcore.errors import ConfigError
 __all__ = ["NixlConfig"]
 
 _MIN_KEY_BYTES = 16
+# What parameters that peers send each other may say; see `TransferParams` and `PushParams`.
+_MAX_BLOCK_SIZE = 1 << 20
+_MAX_LEASE_S = 86400.0
+_MAX_NAME = 256
 
 
 def _as_patterns(patterns: Iterable[str] | None) -> tuple[str, ...] | None:
     if isinstance(patterns, str):
         raise ConfigError(f"allowed_peers={patterns!r}: pass a list of patterns, not one string")
     return None if patterns is None else tuple(patterns)
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) <= _MAX_NAME
 
 
 @attrs.frozen(kw_only=True)
@@ -39,7 +48,7 @@ class NixlConfig:
         allowed_peers: which addresses transfer parameters may name: hosts, ``host:port``, networks
             (``10.0.0.0/8``) or name patterns (``*.cluster.local``). None means: any that a valid
             signature vouches for if there is a key, else loopback only.
-        lease_s: how long a hand-over is kept without a sign of life from its reader.
+        lease_s: how long a hand-over is kept without a sign of life from its reader; a day at most.
         request_timeout_s: how long a peer may take to answer one message.
         max_params_bytes: how large ``kv_transfer_params`` may be, as JSON.
         max_num_connections: how many peers' connections the side channel serves at once.
@@ -93,12 +102,16 @@ class NixlConfig:
         for name in ("idle_poll_s", "stall_timeout_s", "idle_peer_timeout_s"):
             check_positive(name, getattr(self, name))
         check_count("push_staging_bytes", self.push_staging_bytes, at_least=0)
-        if len(self.engine_id) > 256 or not self.engine_id.isprintable():
+        if self.block_size > _MAX_BLOCK_SIZE:
+            raise ConfigError(f"block_size={self.block_size}: must be at most {_MAX_BLOCK_SIZE}")
+        if self.lease_s > _MAX_LEASE_S:
+            raise ConfigError(f"lease_s={self.lease_s!r}: must be at most {_MAX_LEASE_S:g}")
+        if not _is_line(self.engine_id):
             raise ConfigError(
-                f"engine_id={self.engine_id!r}: pass a line of at most 256 characters"
+                f"engine_id={self.engine_id!r:.300}: pass a line of at most {_MAX_NAME} characters"
             )
-        if not isinstance(self.advertised_host, str) or not self.advertised_host.isprintable():
-            raise ConfigError(f"advertised_host={self.advertised_host!r}: pass a host name")
+        if not _is_line(self.advertised_host):
+            raise ConfigError(f"advertised_host={self.advertised_host!r:.300}: pass a host name")
         check_count("port", self.port, at_least=0)
         if not self.port < 65536:
             raise ConfigError(f"port={self.port}: pass 1..65535, or 0 for a free one")
