@@ -32,21 +32,27 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number above 0."""
-    if not (_is_number(value) and 0 < value < math.inf):
+    if not 0 < _as_float(value) < math.inf:
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number above 0")
 
 
 def check_not_negative(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number, 0 or above."""
-    if not (_is_number(value) and 0 <= value < math.inf):
+    if not 0 <= _as_float(value) < math.inf:
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number, 0 or above")
 
 
 def check_share(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a number from 0 to 1."""
-    if not (_is_number(value) and 0 <= value <= 1):
+    if not 0 <= _as_float(value) <= 1:
         raise ConfigError(f"{name}={value!r:.80}: must be between 0 and 1")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+def _as_float(value: Any) -> float:
+    """A number as such; NaN for what is none, or too large to be one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
