@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[1]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
-RUN = re.compile(r"^```python\n(.*?)^```\n\n?```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A body has no fence in it: the block before the text is meant, not the first one on the page.
+RUN = re.compile(
+    r"^```python\n((?:(?!```).*\n)*)```\n\n?```text\n((?:(?!```).*\n)*)```$", re.MULTILINE
+)
 PYCON = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
