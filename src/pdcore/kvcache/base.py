@@ -66,7 +66,7 @@ class BlockPool(ABC):
     reports_events: bool = True
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        check_count("num_blocks", num_blocks)
+        check_count("num_blocks", num_blocks, at_least=0)
         check_count("block_size", block_size)
         if num_blocks < 2:
             raise ConfigError(
