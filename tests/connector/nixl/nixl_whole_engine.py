@@ -100,6 +100,12 @@ class WholeEngine:
         assert params is not None
         return params
 
+    def what_it_waits_for(self) -> tuple[Any, Any]:
+        """For the message of a test that waited in vain."""
+        unfinished = self.tokens.keys() - self.ends.keys()
+        reasons = {name: self.scheduler.explain(name) for name in unfinished}
+        return reasons, self.scheduler.stats()
+
     @property
     def num_free(self) -> int:
         return self.pool.num_free_blocks
@@ -114,7 +120,7 @@ def run_until(condition: Callable[[], bool], *engines: WholeEngine, limit_s: flo
     """Step engines in turn, asleep when there is nothing to do, until a condition holds."""
     end = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < end, [engine.scheduler.stats() for engine in engines]
+        assert time.monotonic() < end, [engine.what_it_waits_for() for engine in engines]
         for engine in engines:
             wait(engine.scheduler, engine.waker, clock=engine.clock, max_wait_s=0.002)
             engine.step()
