@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
@@ -52,6 +53,11 @@ class TicketContents:
                 f"{len(self.block_ids)} blocks come with {len(self.generations)} generations: "
                 "pass one for each"
             )
+
+    @classmethod
+    def of(cls, ticket: Any) -> TicketContents:
+        """What a ticket stands for that has these fields among its own."""
+        return cls(**{field.name: getattr(ticket, field.name) for field in attrs.fields(cls)})
 
     def digest(self) -> str:
         """64 hexadecimal digits of SHA-256. O(blocks)."""

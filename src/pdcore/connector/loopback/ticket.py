@@ -44,13 +44,7 @@ class LoopbackTicket:
     @property
     def contents(self) -> TicketContents:
         """What the ticket stands for."""
-        return TicketContents(
-            block_ids=self.block_ids,
-            generations=self.generations,
-            num_tokens=self.num_tokens,
-            block_size=self.block_size,
-            prompt_digest=self.prompt_digest,
-        )
+        return TicketContents.of(self)
 
     def to_params(self) -> dict[str, Any]:
         """Plain data that survives JSON."""

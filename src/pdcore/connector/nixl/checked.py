@@ -7,7 +7,10 @@ from typing import Any
 
 import attrs
 
-__all__ = ["hex_digits", "int_list", "integer", "seconds", "text"]
+__all__ = ["MAX_LEASE_S", "hex_digits", "int_list", "integer", "seconds", "text"]
+
+MAX_LEASE_S = 86400.0
+"""The longest lease that an engine may give and a stranger may name."""
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from pdcore.checks import check_count, check_positive
+from pdcore.connector.nixl import checked
 from pdcore.connector.nixl.addresses import AllowedPeers, is_loopback
 from pdcore.errors import ConfigError
 
@@ -16,7 +17,6 @@ __all__ = ["NixlConfig"]
 _MIN_KEY_BYTES = 16
 # What parameters that peers send each other may say; see `TransferParams` and `PushParams`.
 _MAX_BLOCK_SIZE = 1 << 20
-_MAX_LEASE_S = 86400.0
 _MAX_NAME = 256
 
 
@@ -104,8 +104,8 @@ class NixlConfig:
         check_count("push_staging_bytes", self.push_staging_bytes, at_least=0)
         if self.block_size > _MAX_BLOCK_SIZE:
             raise ConfigError(f"block_size={self.block_size}: must be at most {_MAX_BLOCK_SIZE}")
-        if self.lease_s > _MAX_LEASE_S:
-            raise ConfigError(f"lease_s={self.lease_s!r}: must be at most {_MAX_LEASE_S:g}")
+        if self.lease_s > checked.MAX_LEASE_S:
+            raise ConfigError(f"lease_s={self.lease_s!r}: must be at most {checked.MAX_LEASE_S:g}")
         if not _is_line(self.engine_id):
             raise ConfigError(
                 f"engine_id={self.engine_id!r:.300}: pass a line of at most {_MAX_NAME} characters"

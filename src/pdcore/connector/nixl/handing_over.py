@@ -25,7 +25,7 @@ from pdcore.connector.nixl.protocol import (
     Renew,
 )
 from pdcore.connector.ticket_contents import prompt_digest
-from pdcore.connector.tickets import TicketAnswer, TicketRegistry
+from pdcore.connector.tickets import TicketRegistry
 from pdcore.errors import ConfigError, TransferError
 from pdcore.request import FinishReason, Request
 
@@ -108,7 +108,7 @@ class HandOverDesk:
             case Describe():
                 return self._describe()
             case Renew():
-                return _as_answer(self.registry.renew(request.transfer_id))
+                return Answer.of(self.registry.renew(request.transfer_id))
             case Reading():
                 return self._reading_begins(request.transfer_id)
             case Accept():
@@ -165,7 +165,7 @@ class HandOverDesk:
             with self._lock:
                 self._reading.add(transfer_id)
             self._ring(_RING_S)
-        return _as_answer(answer)
+        return Answer.of(answer)
 
     def _accept(self, request: Accept, sender: str) -> Answer:
         answer = self.registry.accept(
@@ -173,7 +173,7 @@ class HandOverDesk:
         )
         self._reading_ends(request.transfer_id)
         self._notify()
-        return _as_answer(answer)
+        return Answer.of(answer)
 
     def _release(self, request: Release) -> Answer:
         reason = f"its reader gave it back: {request.reason}" if request.reason else ""
@@ -192,7 +192,3 @@ class HandOverDesk:
     def _ring(self, seconds: float) -> None:
         for doorbell in self._doorbells:
             ring(doorbell, seconds)
-
-
-def _as_answer(answer: TicketAnswer) -> Answer:
-    return Answer(ok=answer.ok, reason=answer.reason, remaining_s=answer.remaining_s)

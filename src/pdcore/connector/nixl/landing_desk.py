@@ -31,7 +31,6 @@ from pdcore.connector.nixl.protocol import (
 from pdcore.connector.nixl.push_params import PushParams
 from pdcore.connector.stats import LandingCounts
 from pdcore.connector.ticket_contents import prompt_digest
-from pdcore.connector.tickets import TicketAnswer
 from pdcore.errors import ConfigError, TransferError
 from pdcore.request import Request
 
@@ -200,7 +199,7 @@ class LandingDesk:
                 return self._claim(registry, message, sender)
             case Pushing():
                 self._ring()
-                return _as_answer(registry.hear(message.push_id, writer=sender))
+                return Answer.of(registry.hear(message.push_id, writer=sender))
             case PushEnded():
                 answer = registry.end(
                     message.push_id,
@@ -210,7 +209,7 @@ class LandingDesk:
                     was_cut=message.was_cut,
                 )
                 self._tell(message.push_id)
-                return _as_answer(answer)
+                return Answer.of(answer)
 
     async def wait(self, params: TransferParams) -> None:
         """Wait until what a ticket's engine pushes is all there, or given up.
@@ -288,7 +287,3 @@ class LandingDesk:
     def _ring(self) -> None:
         for doorbell in self._doorbells:
             ring(doorbell, _RING_S)
-
-
-def _as_answer(answer: TicketAnswer) -> Answer:
-    return Answer(ok=answer.ok, reason=answer.reason)

@@ -21,7 +21,6 @@ __all__ = ["PARAMS_VERSION", "TransferParams"]
 PARAMS_VERSION: Final = 1
 _MAX_NUM_BLOCKS = 1 << 20
 _MAX_NUM_TOKENS = 1 << 31
-_MAX_LEASE_S = 86400.0
 _FORM = PlainForm(
     name="kv_transfer_params",
     flag="do_remote_prefill",
@@ -77,7 +76,9 @@ class TransferParams:
     block_size: int = attrs.field(validator=checked.integer(1, 1 << 20))
     fingerprint: str = attrs.field(validator=checked.text(max_length=1024, allow_empty=True))
     tp_size: int = attrs.field(validator=checked.integer(1, 4096))
-    lease_s: float = attrs.field(converter=as_shortest, validator=checked.seconds(_MAX_LEASE_S))
+    lease_s: float = attrs.field(
+        converter=as_shortest, validator=checked.seconds(checked.MAX_LEASE_S)
+    )
     prompt_digest: str = attrs.field(validator=checked.hex_digits(64))
     push_id: str = attrs.field(default="", validator=checked.text(allow_empty=True))
     version: int = attrs.field(
@@ -100,13 +101,7 @@ class TransferParams:
     @property
     def contents(self) -> TicketContents:
         """What the ticket stands for."""
-        return TicketContents(
-            block_ids=self.block_ids,
-            generations=self.generations,
-            num_tokens=self.num_tokens,
-            block_size=self.block_size,
-            prompt_digest=self.prompt_digest,
-        )
+        return TicketContents.of(self)
 
     def to_dict(self, *, key: bytes | None = None) -> dict[str, Any]:
         """Return plain data that survives JSON, signed when there is a key."""

@@ -29,6 +29,7 @@ from pdcore.connector.layout import KVLayout
 from pdcore.connector.nixl import checked
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import RankEndpoint
+from pdcore.connector.tickets import TicketAnswer
 from pdcore.errors import TransferError
 
 __all__ = [
@@ -227,6 +228,11 @@ class Answer(Message):
     ok: bool = attrs.field(validator=attrs.validators.instance_of(bool))
     reason: str = _words()
     remaining_s: float = attrs.field(default=0.0, validator=checked.seconds(1e9, allow_zero=True))
+
+    @classmethod
+    def of(cls, answer: TicketAnswer) -> Answer:
+        """Put a registry's answer into words for a peer."""
+        return cls(ok=answer.ok, reason=answer.reason, remaining_s=answer.remaining_s)
 
 
 def _as_endpoints(value: Any) -> Any:

@@ -17,7 +17,6 @@ PUSH_TO: Final = "push_to"
 
 _VERSION = 1
 _MAX_NUM_SLOTS = 1 << 20
-_MAX_LEASE_S = 86400.0
 _FORM = PlainForm(
     name=PUSH_TO,
     flag="expects_push",
@@ -61,7 +60,9 @@ class PushParams:
         converter=_as_tuple, validator=checked.int_list(2**31 - 1, max_length=_MAX_NUM_SLOTS)
     )
     block_size: int = attrs.field(validator=checked.integer(1, 1 << 20))
-    lease_s: float = attrs.field(converter=as_shortest, validator=checked.seconds(_MAX_LEASE_S))
+    lease_s: float = attrs.field(
+        converter=as_shortest, validator=checked.seconds(checked.MAX_LEASE_S)
+    )
     prompt_digest: str = attrs.field(validator=checked.hex_digits(64))
     version: int = attrs.field(default=_VERSION, validator=checked.integer(_VERSION, _VERSION))
 
