@@ -26,13 +26,13 @@ from model_contenders import (
 )
 
 WORKLOADS = {
-    "128 in, 64 out, one at a time": {
+    "8x128x64-in-turn": {
         "count": 8,
         "prompt": 128,
         "num_tokens": 64,
         "at_once": False,
     },
-    "32 x 128 in, 64 out, at once": {
+    "32x128x64-at-once": {
         "count": 32,
         "prompt": 128,
         "num_tokens": 64,
@@ -65,6 +65,9 @@ def parse() -> argparse.Namespace:
     options.add_argument(
         "--hf-model", type=Path, help="the folder that vLLM reads, tokenizer and all"
     )
+    options.add_argument(
+        "--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS)
+    )
     options.add_argument("--idle", type=float, default=10.0, help="seconds to watch idle engines")
     arguments = options.parse_args()
     if arguments.peer_python and not arguments.hf_model:
@@ -80,19 +83,20 @@ def main() -> None:
     idling = Report("the same: engines without work", settings)
     report.print_head()
     cases = [
-        Case(label=label, task="complete", settings={**sizes, "seed": options.seed})
-        for label, sizes in WORKLOADS.items()
+        Case(label=name, task="complete", settings={**WORKLOADS[name], "seed": options.seed})
+        for name in options.workload
     ]
     idle = Case(label="no requests", task="idle", settings={"seconds": options.idle})
     with running(start_pairs(options)) as pairs:
-        measure(report, cases, pairs, options.repeats, show=progress)
         measure(idling, [idle], pairs, options.repeats, show=progress)
+        idling.print_table("prefill", "% of a core")
+        idling.print_table("decode", "% of a core")
+        for case in cases:  # one by one, so that what is measured is kept if the rest is cut short
+            measure(report, [case], pairs, options.repeats, show=progress)
+            report.save(options.json)
     report.print_table("first", "ms")
     report.print_table("per_token", "ms")
     report.print_table("token_rate", "tokens/s")
-    idling.print_table("prefill", "% of a core")
-    idling.print_table("decode", "% of a core")
-    report.save(options.json)
 
 
 if __name__ == "__main__":

@@ -17,26 +17,25 @@ from pdcore.kvcache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from pdcore.messages import (
     GrammarBitmask,
     ModelRunnerOutput,
-    NewRequestData,
     RowError,
     SchedulerOutput,
 )
-from pdcore.request import SamplingParams
 from pdcore.runner.attention.base import AttentionBackend, AttentionShape
 from pdcore.runner.attention.registry import resolve_attention_backend
 from pdcore.runner.base import ModelRunner, poll_connector
 from pdcore.runner.batch import BatchState, StepInputs
+from pdcore.runner.device import DTYPES, choose_device, choose_dtype
 from pdcore.runner.memory import available_memory
 from pdcore.runner.models.loader import load_model
 from pdcore.runner.models.rope import ROTARY_LAYOUT, RotaryTable
 from pdcore.runner.sampler import allow_only, sample
+from pdcore.runner.trial import trial_plan
 from pdcore.scheduler.base import Limits
 
 __all__ = ["GPUModelRunner"]
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -86,8 +85,8 @@ class GPUModelRunner(ModelRunner):
         seed: int | None = None,
         keep_logits: bool = False,
     ) -> None:
-        self._device = _choose_device(device)
-        self._dtype_name = _choose_dtype(dtype, self._device)
+        self._device = choose_device(device)
+        self._dtype_name = choose_dtype(dtype, self._device)
         backend = resolve_attention_backend(attention_backend, device=self._device.type)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -95,7 +94,7 @@ class GPUModelRunner(ModelRunner):
             # Torch asks for huge pages if this is set when it allocates for the first time. A step
             # walks through all weights and a wide KV cache, and spends a tenth on finding pages.
             os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        self._model = load_model(model_path, device=self._device, dtype=_DTYPES[self._dtype_name])
+        self._model = load_model(model_path, device=self._device, dtype=DTYPES[self._dtype_name])
         self._limits = limits
         self._connector = connector
         self._memory_utilization = memory_utilization
@@ -293,7 +292,7 @@ class GPUModelRunner(ModelRunner):
         length = min(limits.max_num_batched_tokens, limits.max_model_len)
         num_blocks = -(-length // self._spec.block_size)
         self._attention.bind(self._allocate(num_blocks + 1))
-        self._run(_trial_plan(num_rows, length, num_blocks))
+        self._run(trial_plan(num_rows, length, num_blocks))
         hidden = torch.zeros(
             (limits.max_num_seqs, self._model.config.hidden_size),
             dtype=self._model.activation_dtype,
@@ -353,60 +352,3 @@ class GPUModelRunner(ModelRunner):
             device=self._device,
             seed=self._seed,
         )
-
-
-def _choose_device(device: str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device={device!r} is unknown: use 'cuda' or 'cpu'") from error
-    if chosen.type not in ("cuda", "cpu"):
-        raise ConfigError(f"device={device!r} is not supported: use 'cuda' or 'cpu'")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={device!r} was asked for, but this torch sees no CUDA device: use 'cpu', or "
-            "install a CUDA build of torch"
-        )
-    return chosen
-
-
-def _choose_dtype(dtype: str | None, device: torch.device) -> str:
-    if dtype is None:
-        return "bfloat16" if device.type == "cuda" else "float32"
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is unknown: use one of {', '.join(_DTYPES)}")
-    return dtype
-
-
-def _trial_plan(num_rows: int, length: int, num_blocks: int) -> SchedulerOutput:
-    rows = np.arange(num_rows, dtype=np.int32)
-    zeros = np.zeros(num_rows, np.int32)
-    requests = tuple(
-        NewRequestData(
-            row=row,
-            epoch=0,
-            uid=row,
-            request_id=f"trial-{row}",
-            token_ids=np.zeros(length, np.int32),
-            num_prompt_tokens=length,
-            num_computed_tokens=0,
-            block_ids=np.arange(1, num_blocks + 1, dtype=np.int32),
-            sampling=SamplingParams(temperature=0),
-        )
-        for row in rows.tolist()
-    )
-    return SchedulerOutput(
-        step_id=0,
-        rows=rows,
-        epochs=zeros,
-        num_scheduled_tokens=zeros + length,
-        num_computed_tokens=zeros,
-        samples=np.ones(num_rows, np.bool_),
-        scheduled_new_reqs=requests,
-        block_rows=_NOTHING,
-        block_positions=_NOTHING,
-        block_ids=_NOTHING,
-        finished_rows=_NOTHING,
-    )
