@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from harness import Engine
+from harness import Engine, some_tokens
 
 from pdcore.clock import VirtualClock
 from pdcore.connector.base import (
@@ -28,7 +28,16 @@ from pdcore.messages import LoadFailure, TransferKey
 from pdcore.request import Request
 from pdcore.scheduler import RequestHandle
 
-__all__ = ["BLOCK_SIZE", "LEASE_S", "Counting", "Pair", "Scripted", "ScriptedConnector"]
+__all__ = [
+    "BLOCK_SIZE",
+    "LEASE_S",
+    "Counting",
+    "Pair",
+    "Scripted",
+    "ScriptedConnector",
+    "only",
+    "prompt_of",
+]
 
 BLOCK_SIZE = 16
 LEASE_S = 30.0
@@ -37,6 +46,16 @@ Tokens = Sequence[int] | npt.NDArray[np.int32]
 
 # A fault that makes a pair spin must fail its test, not hang it.
 _MAX_TURNS = 5000
+
+
+def prompt_of(num_blocks: int, *, more: int = 0, seed: int = 0) -> np.ndarray:
+    """A prompt that fills so many blocks, and ``more`` tokens of the next."""
+    return some_tokens(num_blocks * BLOCK_SIZE + more, seed=seed)
+
+
+def only(name: str, faults: LoopbackFaults) -> Callable[[KVLoad], LoopbackFaults]:
+    """Faults for the loads of one request."""
+    return lambda load: faults if load.request.request_id == name else LoopbackFaults()
 
 
 class Counting(KVConnector):
@@ -69,6 +88,7 @@ class Pair:
     Args:
         faults: of the wire.
         lease_s: how long a hand-over is kept without a renewal.
+        wrap: what stands between each engine and its loopback connector.
         prefill, decode: options of each engine.
         options: of both.
     """
@@ -78,6 +98,7 @@ class Pair:
         *,
         faults: LoopbackFaults | FaultPlan | None = None,
         lease_s: float = LEASE_S,
+        wrap: Callable[[LoopbackConnector], KVConnector] = lambda connector: connector,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         **options: Any,
@@ -86,6 +107,7 @@ class Pair:
         self.fabric = LoopbackFabric(clock=self.clock, faults=faults)
         self.connectors: dict[str, Counting] = {}
         self._lease_s = lease_s
+        self._wrap = wrap
         self.prefill = self.join("prefill", **{**options, **(prefill or {})})
         self.decode = self.join("decode", **{**options, **(decode or {})})
 
@@ -94,7 +116,7 @@ class Pair:
         loopback = LoopbackConnector(
             self.fabric, engine_id=name, block_size=BLOCK_SIZE, lease_s=self._lease_s
         )
-        connector = self.connectors[name] = Counting(loopback)
+        connector = self.connectors[name] = Counting(self._wrap(loopback))
         return Engine(connector=connector, clock=self.clock, block_size=BLOCK_SIZE, **options)
 
     def hand_over(self, name: str, prompt: Tokens, **options: Any) -> dict[str, Any]:
