@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from test_loopback import LEASE_S, PROMPT, Halves, make_pair, solo
+from loopback_engines import LEASE_S, PROMPT, Halves, make_pair, solo
 
 from pdcore.clock import VirtualClock
 from pdcore.connector import ConnectorStats, LoadCounts, NullConnector, TicketCounts
