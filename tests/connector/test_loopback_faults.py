@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback_engines import (
+    BLOCK_SIZE,
     LEASE_S,
     MAX_TOKENS,
     PROMPT,
@@ -75,10 +76,15 @@ def test_completions_in_another_order_go_to_the_right_requests():
 
 @pytest.mark.parametrize("num_valid_tokens", [0, 5, 8, 17])
 def test_a_partial_load_keeps_what_is_valid(num_valid_tokens: int):
-    """The valid prefix is kept or not, the rest is computed, and the tokens are right."""
+    """Full blocks of the valid prefix are kept, and counted; the rest is computed."""
     prefill, decode, _ = make_pair(LoopbackFaults(num_valid_tokens=num_valid_tokens))
     assert decode.decode(prefill.prefill()) == solo(decode)
-    assert decode.scheduler.stats().num_failed_loads == 1
+    stats, end = decode.scheduler.stats(), decode.driver.delivered["r"].end
+    assert end is not None
+    assert stats.num_failed_loads == 1
+    num_kept = num_valid_tokens // BLOCK_SIZE * BLOCK_SIZE
+    assert stats.num_external_tokens == end.num_external_tokens == num_kept
+    assert stats.num_recomputed_tokens == len(PROMPT) - 1 - num_kept
 
 
 def test_a_failed_load_may_end_the_request():

@@ -76,8 +76,7 @@ class Intake:
         del core.parked[state.uid]
         core.alarms.cancel(("load", transfer))
         state.load = None
-        state.num_external_tokens += load.num_external_tokens
-        core.counters.num_external_tokens += load.num_external_tokens
+        self._count_external(state, load.num_external_tokens)
         num_full = state.num_computed_tokens // core.manager.block_size
         core.manager.publish_loaded(
             blocks[:num_full],
@@ -124,7 +123,13 @@ class Intake:
         core.counters.num_recomputed_tokens += num_wanted - state.num_computed_tokens
         if state.ask_connector:
             core.drop_blocks(state)
+        elif state.block_ids is not None:
+            self._count_external(state, num_valid - load.num_local_tokens)
         self._back_to_queue(state)
+
+    def _count_external(self, state: RequestState, num_tokens: int) -> None:
+        state.num_external_tokens += num_tokens
+        self._core.counters.num_external_tokens += num_tokens
 
     def _asked_in_vain(self, state: RequestState) -> None:
         """The connector never said what it has: compute everything here, or end."""
