@@ -55,6 +55,7 @@ def main() -> None:
         )
         for event in result.outputs:
             if event.finish_reason is not None:
+                names = {row: name for row, name in names.items() if name != event.request_id}
                 print(
                     f"      {event.request_id} is done: {event.num_prompt_tokens} prompt tokens "
                     f"({event.num_cached_tokens} from the cache), {event.num_output_tokens} output "
@@ -64,10 +65,12 @@ def main() -> None:
 
 
 def describe(output: SchedulerOutput, names: dict[int, str]) -> str:
-    """Who computes how many tokens in a step."""
+    """Who computes how many tokens in a step, and who lost its row and blocks to others."""
+    preempted = [names.pop(row) for row in output.finished_rows.tolist() if row in names]
     names.update((new.row, new.request_id) for new in output.scheduled_new_reqs)
     pairs = zip(output.rows.tolist(), output.num_scheduled_tokens.tolist(), strict=True)
-    return ", ".join(f"{names[row]} {num_tokens}" for row, num_tokens in pairs)
+    parts = [f"{names[row]} {num_tokens}" for row, num_tokens in pairs]
+    return ", ".join(parts + [f"{name} gives way" for name in preempted])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pd.messages import EngineSettings
 from pd.processes import EngineProcess
 from pd.progress import make_progress
 from pd.prompts import demo_chats
-from pd.report import summary, table
+from pd.report import COLUMNS, summary, table
 from pd.router import Answer, DemoError, Router
 from pdcore.errors import PdcoreError
 from pdcore.trace import Trace, write_chrome_trace
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> bool:
     )
     answers, router, tokenizer = _prefill_and_decode(settings, options, deadline)
     traces = [router.traces[role] for role in ("prefill", "decode") if role in router.traces]
-    print(f"\n{table(answers, router.traces.get('decode'))}\n\n{summary(answers)}")
+    print(f"\n{table(answers, router.traces.get('decode'))}\n\n{COLUMNS}\n\n{summary(answers)}")
     _write_timeline(traces, options)
     return _check(answers, settings, tokenizer, options, deadline)
 

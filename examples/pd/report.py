@@ -7,9 +7,16 @@ from collections.abc import Callable, Sequence
 from pd.router import Answer
 from pdcore.trace import Trace
 
-__all__ = ["summary", "table"]
+__all__ = ["COLUMNS", "summary", "table"]
 
 _Column = tuple[str, Callable[[Answer], str]]
+
+COLUMNS = """\
+KV wait      the decode process kept the request parked so long, its blocks in hand, until its KV had
+             come and the prefill process had vouched for it
+KV moved     what was read of the prefill process, and GB/s how fast the bytes came
+prefix       tokens that a process had from earlier prompts"""
+"""What the columns of `table` mean."""
 
 
 def table(answers: Sequence[Answer], decode_trace: Trace | None) -> str:
