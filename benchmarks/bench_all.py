@@ -1,7 +1,7 @@
 """Every benchmark of the control plane, one summary table, and cost against N as a picture.
 
-Writes ``out/bench/*.json`` and ``out/bench/schedule.png``. The model's benchmark, which takes long,
-runs only with ``--generate``.
+Writes ``out/bench/*.json`` and ``out/bench/schedule.png``. What takes long runs only when
+it is asked for: the model with ``--generate``, and KV on the move with ``--transfers``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 BENCHMARKS = ("import", "schedule", "admission", "pressure", "blocks", "wire")
+# Each with its own number of repeats, and a table that needs no summary.
+TRANSFERS = ("transfer", "push", "overlap", "offload")
 
 # What is compared: a label for people, the benchmark, its case, the figure, the peer.
 SUMMARY = (
@@ -52,16 +54,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generate", action="store_true", help="run the model's benchmark too")
     parser.add_argument(
+        "--transfers", action="store_true", help="run those of KV between engines and tiers too"
+    )
+    parser.add_argument(
         "--summary-only", action="store_true", help="use the figures that are there"
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    names = (*BENCHMARKS, "generate") if arguments.generate else BENCHMARKS
+    names = list(BENCHMARKS)
+    names += ["generate"] if arguments.generate else []
+    names += TRANSFERS if arguments.transfers else ()
     if not arguments.summary_only:
         for name in names:
             command = [sys.executable, str(HERE / f"bench_{name}.py")]
             if name != "import":
                 command += ["--json", str(arguments.out / f"{name}.json")]
+            if name not in ("import", *TRANSFERS):
                 command += ["--repeats", str(arguments.repeats)]
             print(f"\n$ python benchmarks/bench_{name}.py", flush=True)
             subprocess.run(command, check=True)

@@ -12,6 +12,7 @@ computing: what does it decline, and what does a round take?
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -54,6 +55,9 @@ class Round:
     from_disk: int
     computed: int
     tokens: tuple[tuple[int, ...], ...] = attrs.field(repr=False)
+
+    def figures(self) -> dict[str, float]:
+        return attrs.asdict(self, filter=attrs.filters.exclude("tokens"))
 
 
 class Engine:
@@ -163,6 +167,12 @@ class Table:
         each = [base.seconds / one.seconds for base, one in pairs]
         return Ratio(statistics.median(each), min(each), max(each))
 
+    def save(self, path: Path | None) -> None:
+        """Write all rounds by engine, without their tokens."""
+        if path is not None:
+            rounds = {name: [it.figures() for it in of_one] for name, of_one in self.rounds.items()}
+            path.write_text(json.dumps(rounds, indent=1))
+
     def print(self) -> None:
         head = f"{'tokens equal in every round':34}{'s a round':>10}{'faster':>22}"
         print(f"\n{head}{'host':>9}{'disk':>9}{'computed':>10}   (tokens of the last round)")
@@ -185,6 +195,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--directory", type=Path, help="where the disk tier is")
+    options.add_argument("--json", type=Path, help="where to write all rounds")
     return options.parse_args()
 
 
@@ -254,6 +265,7 @@ def main() -> None:
                 table.add(name, engine.serve(prompts), base=base)
         weigh(table, engines, prompts)
         table.print()
+        table.save(options.json)
         for engine in engines.values():
             engine.close()
 

@@ -65,9 +65,7 @@ def parse() -> argparse.Namespace:
     options.add_argument(
         "--hf-model", type=Path, help="the folder that vLLM reads, tokenizer and all"
     )
-    options.add_argument(
-        "--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS)
-    )
+    options.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     options.add_argument("--idle", type=float, default=10.0, help="seconds to watch idle engines")
     arguments = options.parse_args()
     if arguments.peer_python and not arguments.hf_model:

@@ -12,8 +12,8 @@ __all__ = ["COLUMNS", "summary", "table"]
 _Column = tuple[str, Callable[[Answer], str]]
 
 COLUMNS = """\
-KV wait      the decode process kept the request parked so long, its blocks in hand, until its KV had
-             come and the prefill process had vouched for it
+KV wait      the decode process kept the request parked so long, its blocks in hand, until its KV
+             had come and the prefill process had vouched for it
 KV moved     what was read of the prefill process, and GB/s how fast the bytes came
 prefix       tokens that a process had from earlier prompts"""
 """What the columns of `table` mean."""
