@@ -21,13 +21,16 @@ from pd.messages import EngineFailed, EngineReady, EngineSettings, NewTokens, Re
 from pd.processes import EngineProcess
 
 _TIMEOUT_S = 600.0
+_PREFILL_CHUNK = 512
 
 
 class Pair:
     """Two engines and what a router does between them."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.prefill = EngineProcess(attrs.evolve(settings, role="prefill"))
+        # In chunks as the demo's, so that those who wait for KV wait for a part of the queue only.
+        prefill = attrs.evolve(settings, role="prefill", max_num_batched_tokens=_PREFILL_CHUNK)
+        self.prefill = EngineProcess(prefill)
         self.decode = EngineProcess(settings)
         self._engines = (self.prefill, self.decode)
         self._num_sent = 0
