@@ -110,6 +110,7 @@ def test_status_changes_only_along_the_table(path: list[RequestStatus]) -> None:
         request_id="r",
         request=request,
         sequence=TokenSequence(request.prompt_token_ids),
+        num_prompt_tokens=1,
         limit=2,
         limited_by_pool=False,
         arrival_time=0.0,

@@ -3,6 +3,9 @@
 All are frozen and picklable; plans and results are written as packed columns (`pdcore.wire`).
 Arrays are columns: entry ``i`` of every array in a group speaks of the same row. Nobody writes to
 an array after its message is made.
+
+Those of which a step or a request makes one have no slots: attrs fills a frozen class with slots by
+one call a field, and one without by writing its dictionary.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ class TransferReport:
         return bool(self.finished_sending or self.finished_recving or self.failed or self.pushed)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, slots=False)
 class NewRequestData:
     """All that a worker must know to start a row: a new request, or one that comes back.
 
@@ -136,7 +139,7 @@ class NewRequestData:
     lora: str | None = None
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, slots=False)
 class SchedulerOutput:
     """One step's plan.
 
@@ -301,7 +304,7 @@ class RowError:
     cause: str
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, slots=False)
 class ModelRunnerOutput:
     """One step's result.
 
@@ -338,7 +341,7 @@ def _read_result(
     )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class RequestOutput:
     """What one step means for one request.
 

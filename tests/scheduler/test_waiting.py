@@ -19,6 +19,7 @@ def make_state(uid: int, key: object) -> RequestState:
         request_id=request.request_id,
         request=request,
         sequence=TokenSequence(request.prompt_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
         limit=9,
         limited_by_pool=False,
         arrival_time=float(uid),

@@ -14,6 +14,7 @@ from pdcore.kvcache.prefix import PrefixHasher
 from pdcore.kvcache.sequence import TokenSequence
 from pdcore.kvcache.spec import KVCacheSpec
 from pdcore.kvcache.tables import BlockTables
+from pdcore.rows import index_of
 
 __all__ = ["KVCacheManager", "PrefixHit"]
 
@@ -262,17 +263,17 @@ class KVCacheManager:
         ids: list[BlockIds] = []
         keys: list[bytes] = []
         parents: list[bytes | None] | None = [] if self.pool.reports_events else None
-        starts = zip(rows, blocks, sequences, befores, num_tokens, strict=True)
-        for row, of_row, sequence, before, end in starts:
-            after = end // self.block_size
+        afters = [end // self.block_size for end in num_tokens]
+        for of_row, sequence, before, after in zip(blocks, sequences, befores, afters, strict=True):
             if after > before:
-                self._extend_keys(sequence)
-                self.tables.num_published[row] = after
+                if len(sequence.keys) < after:
+                    self._extend_keys(sequence)
                 ids.append(of_row[before:after])
                 keys += sequence.keys[before:after]
                 if parents is not None:
                     parents += _parents(sequence, before, after)
         if ids:
+            self.tables.num_published[index_of(rows)] = list(map(max, befores, afters))
             at_once = ids[0] if len(ids) == 1 else np.concatenate(ids)
             self.pool.publish(at_once, keys, step, parents=parents)
 
@@ -309,7 +310,8 @@ class KVCacheManager:
             step: the step that fills it.
         """
         positions = self.tables.num_published[rows]
-        keys = self.hasher.each([self._last_key(it) for it in sequences], tails, positions)
+        before = [it.keys[-1] if it.keys else self._last_key(it) for it in sequences]
+        keys = self.hasher.each(before, tails, positions)
         parents = None
         if self.pool.reports_events:
             parents = [sequence.keys[-1] if sequence.keys else None for sequence in sequences]

@@ -25,6 +25,8 @@ Blocks = npt.NDArray[np.intp]
 # An array, since numpy adds it faster than one of Python's integers.
 _ONE = np.array(1, np.uint32)
 _NO_BLOCKS = np.zeros(0, np.int32)
+# Named, since `int | np.integer` is made anew wherever it is written.
+_INTEGERS = (int, np.integer)
 
 
 class LRUBlockPool(BlockPool):
@@ -69,7 +71,7 @@ class LRUBlockPool(BlockPool):
         return self._num_free + len(self._evictable)
 
     def allocate(self, n: int) -> BlockIds:
-        if not isinstance(n, int | np.integer) or n < 0:
+        if not isinstance(n, _INTEGERS) or n < 0:
             raise BlockMisuse(f"allocate({n!r}): pass how many blocks, an integer >= 0")
         n, num_plain = int(n), self._num_free
         if n > num_plain:
@@ -121,7 +123,7 @@ class LRUBlockPool(BlockPool):
 
     def lookup(self, keys: Sequence[bytes]) -> BlockIds:
         blocks = self._keys.lookup(keys)
-        return np.array(blocks, np.int32) if blocks else _NO_BLOCKS.copy()
+        return np.array(blocks, np.int32) if blocks else _NO_BLOCKS
 
     def num_evictable(self, ids: BlockIds) -> int:
         return int(np.count_nonzero(self._evictable.contains(ids.astype(np.intp))))
@@ -142,7 +144,7 @@ class LRUBlockPool(BlockPool):
             raise BlockMisuse("publish() got keys that are not all bytes")
         if parents is not None and len(parents) != at.size:
             raise BlockMisuse(f"publish() got {at.size} blocks and {len(parents)} parents")
-        if not isinstance(step, int | np.integer):
+        if not isinstance(step, _INTEGERS):
             raise BlockMisuse(f"publish() got step={step!r}: pass an integer")
         if len(blocks) != at.size:
             raise BlockMisuse(f"publish({at.tolist()}) names a block twice: each gets one key")

@@ -91,7 +91,9 @@ class PrefixHasher:
         end = start + num_blocks
         self._reach(end)
         sums = self._digests(tokens[: num_blocks * self.block_size].reshape(-1, self.block_size))
-        self._add_up(parent, sums, self._weights[start:end])
+        sums *= self._weights[start:end]
+        sums[0] += np.frombuffer(parent, np.uint64)
+        np.add.accumulate(sums, 0, None, sums)
         return _as_keys(sums)
 
     def chains(self, roots: list[bytes], tokens: list[TokenIds]) -> list[list[bytes]]:
@@ -111,14 +113,19 @@ class PrefixHasher:
         whole = np.concatenate([run[: n * size] for run, n in zip(tokens, counts, strict=True)])
         self._reach(max(counts))
         sums = self._digests(whole.reshape(-1, size))
-        end, ends = 0, []
-        for root, num_blocks in zip(roots, counts, strict=True):
-            start, end = end, end + num_blocks
-            ends.append((start, end))
-            if num_blocks:
-                self._add_up(root, sums[start:end], self._weights[:num_blocks])
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        sums *= self._weights[np.arange(len(sums)) - np.repeat(starts, counts)]
+        np.add.accumulate(sums, 0, None, sums)
+        # The sums ran on from one sequence to the next: modulo 2**64, that is easily taken off.
+        before = np.zeros((len(counts), _NUM_LANES), np.uint64)
+        has_before = starts > 0
+        before[has_before] = sums[starts[has_before] - 1]
+        parents = np.frombuffer(b"".join(roots), np.uint64).reshape(before.shape)
+        sums += np.repeat(parents - before, counts, axis=0)
         keys = _as_keys(sums)
-        return [keys[start:end] for start, end in ends]
+        bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+        return [keys[start:end] for start, end in bounds]
 
     def each(
         self, parents: list[bytes], tokens: TokenIds, positions: npt.NDArray[np.intp]
@@ -135,12 +142,6 @@ class PrefixHasher:
         sums *= self._weights[positions]
         sums += np.frombuffer(b"".join(parents), np.uint64).reshape(sums.shape)
         return _as_keys(sums)
-
-    def _add_up(self, parent: bytes, digests: Lanes, weights: Lanes) -> None:
-        """Turn the digests of a run of blocks into its running sums, in place."""
-        digests *= weights
-        digests[0] += np.frombuffer(parent, np.uint64)
-        np.add.accumulate(digests, 0, None, digests)
 
     def _digests(self, blocks: TokenIds) -> Lanes:
         digests: Lanes = blocks.astype(np.uint64) @ self._multipliers

@@ -52,10 +52,17 @@ class TokenSequence:
         """All tokens; the prompt's own array as long as there are no others."""
         return self.slice(0, len(self)) if self._output else self._prompt
 
-    def last_block(self, block_size: int) -> TokenIds:
-        """The tokens of the last block, partial or just full."""
+    def fill_block(self, block: bytes) -> None:
+        """Add the tokens that the last block lacks, given all of it as bytes."""
+        missing = block[self._length * _TOKEN_BYTES % len(block) :]
+        self._output += missing
+        self._length += len(missing) // _TOKEN_BYTES
+
+    def last_block(self, block_size: int) -> bytes:
+        """The tokens of the last block, partial or just full, as the bytes of a whole one."""
         start = (self._length - 1) // block_size * block_size
-        return self.slice(start, self._length)
+        tokens = self.slice(start, self._length) if self._output else self._prompt[start:]
+        return tokens.tobytes().ljust(block_size * _TOKEN_BYTES, b"\0")
 
     def slice(self, start: int, end: int) -> TokenIds:
         """Tokens ``start`` to ``end``; later appends do not change them."""

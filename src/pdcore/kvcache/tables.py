@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pdcore.errors import InvariantBroken
 from pdcore.kvcache.base import BlockPool
+from pdcore.rows import index_of
 
 __all__ = ["BlockTableDelta", "BlockTables"]
 
@@ -104,8 +105,16 @@ class BlockTables:
 
     def bind(self, rows: list[int], blocks: list[BlockIds], *, num_published: list[int]) -> None:
         """Give rows their blocks; of each the first ``num_published`` have their keys already."""
-        for row, ids, published in zip(rows, blocks, num_published, strict=True):
-            self._bind(row, ids, published)
+        table, sizes = self.block_table, [ids.size for ids in blocks]
+        for row, ids, size in zip(rows, blocks, sizes, strict=True):
+            table[row, :size] = ids
+        at = index_of(rows)
+        self.num_blocks[at] = sizes
+        self.num_published[at] = num_published
+        if self._sliding_window is not None:
+            self._num_pruned[at] = [np.count_nonzero(ids == 0) for ids in blocks]
+        if self._with_holes:
+            self._with_holes.difference_update(rows)
         self.record(lambda: self._unbind(rows))
 
     def needed_blocks(self, rows: Rows, num_tokens: Rows) -> Rows:
@@ -193,6 +202,10 @@ class BlockTables:
         """Whether a row has a block with a key behind one that lost its own."""
         return row in self._with_holes
 
+    def have_hole(self, rows: Rows) -> bool:
+        """Whether one of the rows has a hole."""
+        return bool(self._with_holes) and not self._with_holes.isdisjoint(rows.tolist())
+
     def row_blocks(self, row: int) -> BlockIds:
         """A copy of a row's table, in order of position."""
         ids: BlockIds = self.block_table[row, : self.num_blocks[row]].copy()
@@ -206,7 +219,7 @@ class BlockTables:
         published, has_hole = self.num_published.item(row), self.has_hole(row)
 
         def undo() -> None:
-            self._bind(row, ids, published)
+            self.bind([row], [ids], num_published=[published])
             if has_hole:
                 self._with_holes.add(row)
 
@@ -215,9 +228,11 @@ class BlockTables:
     def free_rows(self, rows: list[int]) -> None:
         """`free` each row, in order, at once; cannot be rolled back."""
         table, num_blocks = self.block_table, self.num_blocks
-        self._pool.release_each([table[row, : num_blocks.item(row)][::-1] for row in rows])
-        for row in rows:
-            num_blocks[row] = 0
+        at = index_of(rows)
+        sizes = num_blocks[at].tolist()
+        ends = zip(rows, sizes, strict=True)
+        self._pool.release_each([table[row, :size][::-1] for row, size in ends])
+        num_blocks[at] = 0
 
     def check(self, rows: Rows) -> None:
         """Audit the tables, of which ``rows`` are in use."""
@@ -246,16 +261,8 @@ class BlockTables:
         assert self._sliding_window is not None
         return (num_tokens - self._sliding_window + 1) // self._block_size
 
-    def _bind(self, row: int, ids: BlockIds, num_published: int) -> None:
-        self.block_table[row, : ids.size] = ids
-        self.num_blocks[row] = ids.size
-        self.num_published[row] = num_published
-        self._num_pruned[row] = 0 if self._sliding_window is None else np.count_nonzero(ids == 0)
-        self._with_holes.discard(row)
-
     def _unbind(self, rows: list[int]) -> None:
-        for row in rows:
-            self.num_blocks[row] = 0
+        self.num_blocks[index_of(rows)] = 0
 
     def _prune(self, row: int, start: int, end: int) -> BlockTableDelta:
         ids = self.block_table[row, start:end].copy()

@@ -17,7 +17,7 @@ from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import Admission, AdmissionContext, SchedulingPolicy
 from pdcore.scheduler.running import running_view
-from pdcore.scheduler.starting import Start, Starting
+from pdcore.scheduler.starting import Starting
 from pdcore.scheduler.state import RequestState
 from pdcore.scheduler.waiting import WaitingTable
 
@@ -44,6 +44,13 @@ class AdmissionPass:
         self._has_chunk_hook = type(core.policy).chunk is not SchedulingPolicy.chunk
         self._has_load_hook = type(core.policy).load is not SchedulingPolicy.load
         self._has_displace_hook = type(core.policy).displace is not SchedulingPolicy.displace
+        limits = core.limits
+        self._may_refuse = self._has_admit_hook or limits.max_loras is not None
+        self._has_caps = (
+            self._has_chunk_hook
+            or limits.long_prefill_token_threshold > 0
+            or not limits.enable_chunked_prefill
+        )
 
     def run(self, plan: Plan) -> None:
         """Extend ``plan`` with the requests that start in this step."""
@@ -55,6 +62,11 @@ class AdmissionPass:
         if not (len(core.waiting) or len(core.landed)):
             return
         self._starting = Starting(core, plan)
+        self._num_free_rows = core.table.num_free_rows
+        # The requests that start, and the queues they leave.
+        left: list[tuple[WaitingTable, RequestState]] = []
+        self._left = left
+        core.record(lambda: _put_back(left))
         self._name_ahead(plan)
         passed_over: list[tuple[WaitingTable, RequestState]] = []
         try:
@@ -62,7 +74,7 @@ class AdmissionPass:
                 if plan.token_budget <= 0:
                     core.closed = SkipCode.NO_TOKEN_BUDGET
                     break
-                if not self._has_row(state, plan):
+                if not (self._num_free_rows or self._find_row(state, plan)):
                     core.closed = SkipCode.NO_ROW
                     break
                 skip = self._consider(state, queue, plan)
@@ -76,8 +88,7 @@ class AdmissionPass:
                     passed_over.append((queue, state))
             self._starting.run()
         finally:
-            for queue, state in passed_over:
-                queue.put_back(state)
+            _put_back(passed_over)
 
     def _name_ahead(self, plan: Plan) -> None:
         """Compute the prefix keys of those that are probably admitted, which is cheaper at once."""
@@ -97,14 +108,14 @@ class AdmissionPass:
         if len(sequences) > 1:
             core.manager.name_blocks(sequences)
 
-    def _has_row(self, state: RequestState, plan: Plan) -> bool:
-        """Whether there is a row for one more, or the policy takes one from somebody else."""
-        if self._core.table.num_free_rows > len(self._starting):
-            return True
+    def _find_row(self, state: RequestState, plan: Plan) -> bool:
+        """Let the policy take a row from somebody else when none is free."""
         if not self._has_displace_hook:
             return False
         self._starting.run()
-        return self._displace(state, plan)
+        has_row = self._displace(state, plan)
+        self._num_free_rows = self._core.table.num_free_rows
+        return has_row
 
     def _candidates(self, plan: Plan) -> Iterator[tuple[WaitingTable, RequestState]]:
         """The queue's requests in order; each must be taken out before the next is asked for."""
@@ -188,10 +199,11 @@ class AdmissionPass:
                 needed=state.num_late_tokens,
                 waits_on="tokens of steps that were in flight when it was preempted",
             )
-        refusal = self._refused(state, plan)
-        if refusal is not None:
+        if self._may_refuse and (refusal := self._refused(state, plan)) is not None:
             return refusal
         hit = self._find_local(state)
+        if self._core.connector is None:
+            return self._admit(state, queue, plan, hit, 0)
         try:
             match = self._find_external(state, hit)
         except Exception as error:
@@ -201,7 +213,7 @@ class AdmissionPass:
         if match.num_tokens and match.is_async:
             self._starting.run()
             return self._loading.park(state, queue, plan, hit, match)
-        return self._admit(state, queue, plan, hit, match)
+        return self._admit(state, queue, plan, hit, match.num_tokens)
 
     def _ask_later(self, state: RequestState, plan: Plan) -> Skip:
         """The connector does not know yet. It has as long to find out as a load may take."""
@@ -275,39 +287,44 @@ class AdmissionPass:
         queue: WaitingTable,
         plan: Plan,
         hit: PrefixHit,
-        match: ExternalMatch,
+        num_external: int,
     ) -> Skip | None:
-        held, num_external = state.block_ids, match.num_tokens
+        held = state.block_ids
         num_computed = state.num_computed_tokens if held is not None else hit.num_tokens
         num_computed += num_external
-        num_tokens = self._chunk(state, len(state.sequence) - num_computed, plan)
-        if isinstance(num_tokens, Skip):
-            return num_tokens
+        num_tokens = len(state.sequence) - num_computed
+        if self._has_caps:
+            capped = self._chunk(state, num_tokens, plan)
+            if isinstance(capped, Skip):
+                return capped
+            num_tokens = capped
+        num_tokens = min(num_tokens, plan.token_budget)
         try:
-            start: Start | Skip
             if held is not None:
-                start = self._start_landed(state, held, num_computed, num_tokens)
+                self._start_landed(state, held, num_computed, num_tokens)
             else:
-                start = self._start_waiting(state, hit, num_computed, num_tokens, num_external)
+                skip = self._start_waiting(state, hit, num_computed, num_tokens, num_external)
+                if skip is not None:
+                    return skip
         except OutOfBlocks as error:
             return Skip(code=SkipCode.NO_BLOCKS, needed=error.needed, available=error.available)
-        if isinstance(start, Skip):
-            return start
-        self._core.leave(state, queue)
-        self._starting.add(start)
+        queue.remove(state)
+        self._left.append((queue, state))
+        self._num_free_rows -= 1
+        self._core.stop_asking(state)
         return None
 
     def _start_landed(
         self, state: RequestState, held: np.ndarray, num_computed: int, num_tokens: int
-    ) -> Start:
+    ) -> None:
         """Start a request whose KV was loaded: the blocks that it holds are its own.
 
         These come first, so no blocks are promised to others yet.
         """
         manager = self._core.manager
         more = max(manager.blocks_for(num_computed + num_tokens) - held.size, 0)
-        return Start(
-            state=state,
+        self._starting.add(
+            state,
             blocks=np.concatenate((held, manager.pool.allocate(more))),
             num_fresh_blocks=0,
             num_computed=num_computed,
@@ -323,42 +340,38 @@ class AdmissionPass:
         num_computed: int,
         num_tokens: int,
         num_external: int,
-    ) -> Start | Skip:
+    ) -> Skip | None:
         """Start a request from what is cached, and from what the connector brings in this step."""
         core, manager, starting = self._core, self._core.manager, self._starting
         end, room = num_computed + num_tokens, len(state.sequence)
         chunk = core.limits.max_num_batched_tokens
-        blocks = None
-        if hit.num_tokens or num_external:
-            starting.run()
-            blocks = manager.allocate_slots(hit, end, must_fit_tokens=room, chunk=chunk)
-            num_fresh = 0
-        else:
+        if not num_computed:
+            reserved = starting.num_blocks
             num_fresh = manager.check_room(
-                hit,
-                end,
-                must_fit_tokens=room,
-                chunk=chunk,
-                num_reserved=starting.num_blocks,
+                hit, end, must_fit_tokens=room, chunk=chunk, num_reserved=reserved
             )
+            starting.add(state, None, num_fresh, 0, num_tokens, 0, 0)
+            return None
+        starting.run()
+        blocks = manager.allocate_slots(hit, end, must_fit_tokens=room, chunk=chunk)
         if num_external:
-            assert blocks is not None
             load = self._loading.begin(state, hit, blocks, num_external)
             if isinstance(load, Skip):
                 return load
             self._loading.count(state, num_external)
-        return Start(
-            state=state,
+        starting.add(
+            state,
             blocks=blocks,
-            num_fresh_blocks=num_fresh,
+            num_fresh_blocks=0,
             num_computed=num_computed,
             num_tokens=num_tokens,
             num_hit_tokens=hit.num_tokens,
             num_published=min(num_computed // manager.block_size, hit.block_ids.size),
         )
+        return None
 
     def _chunk(self, state: RequestState, num_tokens: int, plan: Plan) -> int | Skip:
-        """How many of the tokens that a request lacks it computes in this step."""
+        """How many of the tokens that a request lacks policy and limits let it compute."""
         core, limits = self._core, self._core.limits
         threshold = limits.long_prefill_token_threshold
         if threshold and len(core.requests) > 1:
@@ -374,4 +387,9 @@ class AdmissionPass:
             return Skip(
                 code=SkipCode.ADMISSION_CLOSED, needed=num_tokens, available=plan.token_budget
             )
-        return min(num_tokens, plan.token_budget)
+        return num_tokens
+
+
+def _put_back(places: list[tuple[WaitingTable, RequestState]]) -> None:
+    for queue, state in places:
+        queue.put_back(state)

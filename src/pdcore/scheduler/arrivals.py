@@ -11,6 +11,7 @@ from pdcore.kvcache.sequence import TokenSequence
 from pdcore.request import Request, RequestStatus
 from pdcore.scheduler.base import RequestHandle
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.policy import SchedulingPolicy
 from pdcore.scheduler.state import RequestState, move
 from pdcore.scheduler.validate import policy_key, refuse_what_cannot_fit
 
@@ -27,6 +28,9 @@ class Arrivals:
         capacity = core.manager.capacity_tokens(chunk=core.limits.max_num_batched_tokens)
         # The last token needs no KV.
         self._pool_limit = sys.maxsize if capacity is None else capacity + 1
+        # Prompts up to here need no closer look.
+        self._most_tokens = 0 if core.limits.vocab_size is not None else _most_tokens(core)
+        self._has_key_hook = type(core.policy).key is not SchedulingPolicy.key
         self._num_added = 0
 
     def add(self, request: Request) -> RequestHandle:
@@ -49,10 +53,11 @@ class Arrivals:
                 f"request {request.request_id!r} is still {status.value}; use another id, or abort "
                 "that one first"
             )
-        refuse_what_cannot_fit(core, request)
-        now = core.clock.now()
-        request = request.arriving_at(now)
-        key = policy_key(core, request)
+        is_structured = request.sampling.structured_output is not None
+        if is_structured or request.num_prompt_tokens > self._most_tokens:
+            refuse_what_cannot_fit(core, request)
+        request = request.arriving_at(core.clock.now())
+        key = policy_key(core, request) if self._has_key_hook else 0
         self._num_added += 1
         uid = self._num_added
         if core.connector is not None:
@@ -63,16 +68,16 @@ class Arrivals:
         if request.deadline is not None:
             core.alarms.set(("request", uid), request.deadline)
         core.is_quiet = False
-        if request.sampling.structured_output is not None:
+        if is_structured:
             self._compile(state)
         else:
             core.enqueue(state)
         return RequestHandle(request.request_id, uid)
 
     def _new_state(self, request: Request, uid: int, key: Any) -> RequestState:
-        core = self._core
+        num_prompt_tokens = request.num_prompt_tokens
         limit = min(
-            request.num_prompt_tokens + request.sampling.max_tokens, core.limits.max_model_len
+            num_prompt_tokens + request.sampling.max_tokens, self._core.limits.max_model_len
         )
         limited_by_pool = self._pool_limit < limit
         assert request.arrival_time is not None
@@ -83,6 +88,7 @@ class Arrivals:
             sequence=TokenSequence(
                 request.prompt_token_ids, cache_salt=request.cache_salt, lora=request.lora
             ),
+            num_prompt_tokens=num_prompt_tokens,
             limit=self._pool_limit if limited_by_pool else limit,
             limited_by_pool=limited_by_pool,
             arrival_time=request.arrival_time,
@@ -112,3 +118,10 @@ class Arrivals:
             logger.debug("request %s was refused with a bad ticket: %s", request.request_id, error)
         except Exception:
             logger.exception("the connector's request_refused(%s) raised", request.request_id)
+
+
+def _most_tokens(core: Core) -> int:
+    """How many tokens any prompt may have, whatever else is asked for."""
+    limits, manager = core.limits, core.manager
+    most = min(limits.max_model_len - 1, manager.pool.num_usable_blocks * manager.block_size)
+    return most if limits.enable_chunked_prefill else min(most, limits.max_num_batched_tokens)

@@ -92,7 +92,7 @@ class Limits:
             )
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class RequestHandle:
     """Names one request for good, unlike its id, which may be used again after it ended."""
 

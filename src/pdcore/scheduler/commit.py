@@ -30,6 +30,9 @@ Rows = npt.NDArray[np.intp]
 Index = Rows | slice
 
 _ONE = np.array(1, np.int64)
+_LENGTH, _CAPACITY = FinishReason.LENGTH.value, FinishReason.CAPACITY.value
+_EXPLAINED = (FinishReason.CAPACITY, FinishReason.ERROR)
+_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class Commit:
@@ -109,14 +112,15 @@ class Commit:
     def _append(self, index: Index, rows: Rows, tokens: Int32Array) -> Rows:
         """Add one token to each row; return how many each has now."""
         table = self._core.table
-        place = table.num_tokens[index] % table.block_size_array
+        before = table.num_tokens[index]
+        place = before % table.block_size_array
         table.tail[rows, place] = tokens
-        table.num_tokens[index] += _ONE
+        num_tokens: Rows = before + _ONE
+        table.num_tokens[index] = num_tokens
         table.num_in_flight[index] -= _ONE
         filled = place == table.last_slot_array
         if any_set(filled):
             table.flush_full(rows[filled])
-        num_tokens: Rows = table.num_tokens[index]
         return num_tokens
 
     def _finish_reasons(
@@ -127,9 +131,10 @@ class Commit:
         reasons = np.zeros(rows.size, np.int8)
         at_limit = num_tokens >= table.limit[index]
         if any_set(at_limit):
-            for place in at_limit.nonzero()[0].tolist():
-                capped = table.state(int(rows[place])).limited_by_pool
-                reasons[place] = FinishReason.CAPACITY if capped else FinishReason.LENGTH
+            reasons[at_limit] = [
+                _CAPACITY if table.state(row).limited_by_pool else _LENGTH
+                for row in rows[at_limit].tolist()
+            ]
         if table.num_with_eos or table.num_with_stop_ids:
             stops = self._stops(index, rows, tokens)
             if any_set(stops):
@@ -168,10 +173,13 @@ class Commit:
         for row, token, code in zip(
             rows[places].tolist(), tokens[places].tolist(), reasons[places].tolist(), strict=True
         ):
-            state, reason = table.state(row), FinishReason(code)
-            ends.append((state, reason, _cause(state, token, reason), token))
+            state, reason = table.state(row), _REASONS[code]
+            cause = _cause(state, token, reason) if reason in _EXPLAINED else None
+            ends.append((state, reason, cause, token))
         outputs = self._core.finish_running(ends)
-        reasons[places] = [int(output.finish_reason or 0) for output in outputs]
+        if self._core.connector is not None:
+            # What could not be handed over ends for another reason.
+            reasons[places] = [int(output.finish_reason or 0) for output in outputs]
         return dict(zip(places.tolist(), outputs, strict=True))
 
     def _publish(self, rows: Rows, step: int) -> None:

@@ -17,6 +17,7 @@ from pdcore.kvcache.holds import Hold, HoldReason
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import RequestOutput, SchedulerOutput, TransferKey
 from pdcore.request import FinishReason, RequestStatus
+from pdcore.rows import index_of
 from pdcore.scheduler.alarms import Alarms
 from pdcore.scheduler.base import Limits, Skip, SkipCode
 from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
@@ -202,9 +203,11 @@ class Core:
 
         The caller delivers the event, exactly once.
         """
-        output = self._end(state, reason, cause, new_token_ids)
-        if state.row >= 0:
-            self.vacate(state)
+        if state.row < 0:
+            return self._end(state, reason, cause, new_token_ids, len(state.sequence))
+        num_tokens = self.table.num_tokens.item(state.row)
+        output = self._end(state, reason, cause, new_token_ids, num_tokens)
+        self.vacate(state)
         return output
 
     def finish_running(
@@ -215,10 +218,12 @@ class Core:
         Args:
             ends: for each the request, why it ends, the cause in words, and the token.
         """
-        outputs = [
-            self._end(state, reason, cause, (token,)) for state, reason, cause, token in ends
-        ]
         rows = [state.row for state, *_ in ends]
+        num_tokens = self.table.num_tokens[index_of(rows)].tolist()
+        outputs = [
+            self._end(state, reason, cause, (token,), total)
+            for (state, reason, cause, token), total in zip(ends, num_tokens, strict=True)
+        ]
         if self.in_flight:
             for state, *_ in ends:
                 self._expect_late(state)
@@ -233,8 +238,9 @@ class Core:
         reason: FinishReason,
         cause: str | None,
         new_token_ids: tuple[int, ...],
+        num_tokens: int,
     ) -> RequestOutput:
-        """Finish a request, but leave it its row."""
+        """Finish a request of so many tokens, but leave it its row."""
         self.touch()
         hand_over: HandOver | None = None
         if self.connector is not None:
@@ -243,10 +249,7 @@ class Core:
                 hand_over and hand_over.kv_transfer_params
             ):
                 reason, cause = FinishReason.ERROR, f"its KV could not be handed over: {trouble}"
-        if state.row >= 0:
-            num_tokens = self.table.num_tokens.item(state.row)
-        else:
-            num_tokens = len(state.sequence)
+        if state.row < 0:
             self._leave_queues(state)
         move(state, RequestStatus.FINISHED)
         del self.requests[state.uid]
@@ -254,7 +257,7 @@ class Core:
         if state.request.deadline is not None:
             self.alarms.cancel(("request", state.uid))
         self.counters.num_finished += 1
-        num_prompt_tokens = state.request.num_prompt_tokens
+        num_prompt_tokens = state.num_prompt_tokens
         return RequestOutput(
             request_id=state.request_id,
             new_token_ids=new_token_ids,

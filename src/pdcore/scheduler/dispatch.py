@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pdcore.kvcache.tables import BlockTableDelta
 from pdcore.masks import all_set
 from pdcore.messages import NewRequestData, SchedulerOutput
+from pdcore.rows import index_of
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.state import RequestState
@@ -115,42 +116,71 @@ class Dispatch:
         self, plan: Plan, computed: npt.NDArray[np.int32]
     ) -> tuple[tuple[NewRequestData, ...], BlockTableDelta]:
         """Rows that the workers must be told of in full, and the table changes of the others."""
-        core, table = self._core, self._core.table
+        table = self._core.table
         delta = BlockTableDelta.join(plan.deltas)
         if not (plan.admitted_rows or table.num_to_refresh):
             return (), delta
-        # Those admitted in this step come last.
-        told = zip(plan.admitted_rows, computed[plan.rows.size :].tolist(), strict=True)
-        new_reqs = [self._new_request_data(row, num_computed) for row, num_computed in told]
+        refreshed: tuple[NewRequestData, ...] = ()
         if table.num_to_refresh:
-            is_stale = table.needs_refresh[plan.rows]
-            refreshed = plan.rows[is_stale]
-            table.refresh(refreshed, needed=False)
-            core.record(lambda: table.refresh(refreshed, needed=True))
-            kept = ~np.isin(delta.rows, refreshed)
-            delta = BlockTableDelta(delta.rows[kept], delta.positions[kept], delta.ids[kept])
-            stale = zip(
-                refreshed.tolist(), computed[: plan.rows.size][is_stale].tolist(), strict=True
-            )
-            new_reqs[:0] = [
-                self._new_request_data(row, num_computed) for row, num_computed in stale
-            ]
-        return tuple(new_reqs), delta
-
-    def _new_request_data(self, row: int, num_computed: int) -> NewRequestData:
-        core, table = self._core, self._core.table
-        state = table.state(row)
-        table.flush(row)
-        return NewRequestData(
-            row=row,
-            epoch=table.epoch.item(row),
-            uid=state.uid,
-            request_id=state.request_id,
-            token_ids=state.sequence.tokens(),
-            num_prompt_tokens=state.request.num_prompt_tokens,
-            num_computed_tokens=num_computed,
-            block_ids=core.manager.tables.row_blocks(row),
-            sampling=state.request.sampling,
-            cache_salt=state.request.cache_salt,
-            lora=state.request.lora,
+            refreshed, delta = self._describe_anew(plan, computed, delta)
+        # Those admitted in this step come last. Their tail buffers hold nothing but the end of
+        # their sequence.
+        rows = plan.admitted_rows
+        if not rows:
+            return refreshed, delta
+        started = map(
+            _new_request_data,
+            rows,
+            table.epoch[index_of(rows)].tolist(),
+            [table.state(row) for row in rows],
+            computed[plan.rows.size :].tolist(),
+            plan.admitted_blocks,
         )
+        return (*refreshed, *started), delta
+
+    def _describe_anew(
+        self, plan: Plan, computed: npt.NDArray[np.int32], delta: BlockTableDelta
+    ) -> tuple[tuple[NewRequestData, ...], BlockTableDelta]:
+        """The running rows whose last step failed on the way; the table changes of the others."""
+        core, table = self._core, self._core.table
+        is_stale = table.needs_refresh[plan.rows]
+        refreshed = plan.rows[is_stale]
+        table.refresh(refreshed, needed=False)
+        core.record(lambda: table.refresh(refreshed, needed=True))
+        kept = ~np.isin(delta.rows, refreshed)
+        delta = BlockTableDelta(delta.rows[kept], delta.positions[kept], delta.ids[kept])
+        rows = refreshed.tolist()
+        for row in rows:
+            table.flush(row)
+        told = map(
+            _new_request_data,
+            rows,
+            table.epoch[refreshed].tolist(),
+            [table.state(row) for row in rows],
+            computed[: plan.rows.size][is_stale].tolist(),
+            [core.manager.tables.row_blocks(row) for row in rows],
+        )
+        return tuple(told), delta
+
+
+def _new_request_data(
+    row: int,
+    epoch: int,
+    state: RequestState,
+    num_computed: int,
+    block_ids: npt.NDArray[np.int32],
+) -> NewRequestData:
+    request = state.request
+    return NewRequestData(
+        row=row,
+        epoch=epoch,
+        uid=state.uid,
+        request_id=state.request_id,
+        token_ids=state.sequence.tokens(),
+        num_prompt_tokens=state.num_prompt_tokens,
+        num_computed_tokens=num_computed,
+        block_ids=block_ids,
+        sampling=request.sampling,
+        cache_salt=request.cache_salt,
+        lora=request.lora,
+    )

@@ -27,6 +27,7 @@ class Plan:
         now: seconds on the scheduler's clock.
         rows, num_tokens: the running rows that run, in running order, and their tokens.
         admitted_rows, admitted_tokens: the same for rows that were given out in this step.
+        admitted_blocks: int32, the blocks of each of these.
         deltas: changes to block tables of rows that the workers know.
         preempted: whether a request gave way in this step; then nobody is admitted.
     """
@@ -38,6 +39,7 @@ class Plan:
     num_tokens: Rows = _NO_ROWS
     admitted_rows: list[int] = attrs.field(factory=list)
     admitted_tokens: list[int] = attrs.field(factory=list)
+    admitted_blocks: list[npt.NDArray[np.int32]] = attrs.field(factory=list)
     deltas: list[BlockTableDelta] = attrs.field(factory=list)
     preempted: bool = False
 

@@ -34,8 +34,8 @@ def publish_filled(core: Core, rows: Rows, known: Rows, *, step: int) -> None:
     positions = manager.tables.num_published[rows]
     decodes = (known == (positions + 1) * manager.block_size) & (known == table.num_tokens[rows])
     if all_set(decodes):
-        sequences = [table.state(row).sequence for row in rows.tolist()]
-        has_hole = any(map(manager.tables.has_hole, rows.tolist()))
+        sequences = table.sequences(rows)
+        has_hole = manager.tables.have_hole(rows)
         if not has_hole and [len(it.keys) for it in sequences] == positions.tolist():
             manager.publish_tails(rows, sequences, table.tail[rows], step=step)
             return

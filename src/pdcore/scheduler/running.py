@@ -26,10 +26,11 @@ _ONE = np.array(1, np.int64)
 def running_view(core: Core, rows: Rows) -> RunningView:
     """The columns of some rows, for a policy."""
     table = core.table
+    states = [table.state(row) for row in rows.tolist()]
     return RunningView(
-        requests=tuple(table.state(row).request for row in rows.tolist()),
+        requests=tuple(state.request for state in states),
         priority=table.priority[rows],
-        arrival_time=table.arrival_time[rows],
+        arrival_time=np.array([state.arrival_time for state in states], np.float64),
         num_tokens=table.num_tokens[rows],
         num_computed_tokens=table.num_computed[rows],
         num_blocks=core.manager.tables.num_blocks[rows],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -12,33 +14,28 @@ from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.state import RequestState, move, move_back
 
-__all__ = ["Start", "Starting"]
+__all__ = ["Starting"]
 
-# What a start changes of a request: its blocks, computed and cached tokens, whether it had started.
-_Before = tuple[npt.NDArray[np.int32] | None, int, int, bool]
+BlockIds = npt.NDArray[np.int32]
+
+# What a start changes of a request.
+_Before = tuple[BlockIds | None, int, int, bool]
+_before = operator.attrgetter(
+    "block_ids", "num_computed_tokens", "num_cached_tokens", "was_admitted"
+)
 
 
-@attrs.define(kw_only=True, eq=False)
-class Start:
-    """A request that was admitted.
+@attrs.define(eq=False)
+class _Admitted:
+    """Admitted requests as columns, in order; see `Starting.add`."""
 
-    Args:
-        state: the request.
-        num_fresh_blocks: blocks to allocate behind those it has.
-        num_computed: tokens whose KV is there.
-        num_tokens: tokens to compute in this step.
-        num_hit_tokens: tokens found in the local cache.
-        num_published: blocks that have their keys already.
-        blocks: int32, those it has, retained.
-    """
-
-    state: RequestState
-    num_fresh_blocks: int
-    num_computed: int
-    num_tokens: int
-    num_hit_tokens: int = 0
-    num_published: int = 0
-    blocks: npt.NDArray[np.int32] | None = None
+    states: list[RequestState] = attrs.field(factory=list)
+    blocks: list[BlockIds | None] = attrs.field(factory=list)
+    num_fresh_blocks: list[int] = attrs.field(factory=list)
+    num_computed: list[int] = attrs.field(factory=list)
+    num_tokens: list[int] = attrs.field(factory=list)
+    num_hit_tokens: list[int] = attrs.field(factory=list)
+    num_published: list[int] = attrs.field(factory=list)
 
 
 class Starting:
@@ -51,96 +48,125 @@ class Starting:
     Args:
         core: the scheduler's state.
         plan: where to put those that start.
+
+    Attributes:
+        num_blocks: how many blocks those that wait here will take from the pool.
     """
 
     def __init__(self, core: Core, plan: Plan) -> None:
         self._core = core
         self._plan = plan
-        self._starts: list[Start] = []
+        self._admitted = _Admitted()
         self._first_keys: set[bytes] = set()
         self.num_blocks = 0
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._admitted.states)
 
-    def add(self, start: Start) -> None:
-        """Admit a request; there must be room for it."""
-        self._starts.append(start)
-        self.num_blocks += start.num_fresh_blocks
-        self._first_keys.update(start.state.sequence.keys[:1])
-        self._plan.token_budget -= start.num_tokens
+    def add(
+        self,
+        state: RequestState,
+        blocks: BlockIds | None,
+        num_fresh_blocks: int,
+        num_computed: int,
+        num_tokens: int,
+        num_hit_tokens: int,
+        num_published: int,
+    ) -> None:
+        """Admit a request; there must be room for it.
+
+        Args:
+            state: the request.
+            blocks: int32, those it has, retained, or None.
+            num_fresh_blocks: blocks to allocate behind those.
+            num_computed: tokens whose KV is there.
+            num_tokens: tokens to compute in this step.
+            num_hit_tokens: tokens found in the local cache.
+            num_published: blocks that have their keys already.
+        """
+        admitted = self._admitted
+        admitted.states.append(state)
+        admitted.blocks.append(blocks)
+        admitted.num_fresh_blocks.append(num_fresh_blocks)
+        admitted.num_computed.append(num_computed)
+        admitted.num_tokens.append(num_tokens)
+        admitted.num_hit_tokens.append(num_hit_tokens)
+        admitted.num_published.append(num_published)
+        self.num_blocks += num_fresh_blocks
+        keys = state.sequence.keys
+        if keys:
+            self._first_keys.add(keys[0])
+        self._plan.token_budget -= num_tokens
 
     def may_share(self, state: RequestState, hit: PrefixHit) -> bool:
         """Whether starting these first could change what is cached of a request's prefix."""
-        if not self._starts:
+        if not self._admitted.states:
             return False
         keys = state.sequence.keys
         return hit.num_tokens > 0 or (bool(keys) and keys[0] in self._first_keys)
 
     def run(self) -> None:
         """Give rows, blocks and keys to all, in order."""
-        starts, self._starts = self._starts, []
-        if not starts:
+        admitted = self._admitted
+        states = admitted.states
+        if not states:
             return
         core, plan = self._core, self._plan
+        self._admitted = _Admitted()
         self.num_blocks = 0
         self._first_keys.clear()
-        states = [start.state for start in starts]
-        blocks = self._allocate(starts)
-        rows = core.table.assign(
-            states, [start.num_computed for start in starts], step=plan.step_id
-        )
-        befores = [self._begin(start) for start in starts]
-        core.record(lambda: self._take_back(starts, rows, befores))
+        blocks = self._allocate(admitted)
+        rows = core.table.assign(states, admitted.num_computed, step=plan.step_id)
+        befores = self._begin(admitted)
+        core.record(lambda: self._take_back(admitted, rows, befores))
         plan.admitted_rows += rows
-        plan.admitted_tokens += [start.num_tokens for start in starts]
+        plan.admitted_tokens += admitted.num_tokens
+        plan.admitted_blocks += blocks
         core.manager.bind(
             rows,
             blocks,
             [state.sequence for state in states],
-            num_published=[start.num_published for start in starts],
-            num_tokens=[start.num_computed + start.num_tokens for start in starts],
+            num_published=admitted.num_published,
+            num_tokens=list(map(operator.add, admitted.num_computed, admitted.num_tokens)),
             step=plan.step_id,
         )
 
-    def _allocate(self, starts: list[Start]) -> list[npt.NDArray[np.int32]]:
+    def _allocate(self, admitted: _Admitted) -> list[BlockIds]:
         """The blocks of each, those that it has first."""
-        pool = self._core.manager.pool
-        if len(starts) == 1 and starts[0].blocks is None:
-            return [pool.allocate(starts[0].num_fresh_blocks)]
-        fresh = pool.allocate(sum(start.num_fresh_blocks for start in starts))
+        fresh = self._core.manager.pool.allocate(sum(admitted.num_fresh_blocks))
         blocks, end = [], 0
-        for start in starts:
-            begin, end = end, end + start.num_fresh_blocks
+        for held, num_fresh in zip(admitted.blocks, admitted.num_fresh_blocks, strict=True):
+            begin, end = end, end + num_fresh
             ids = fresh[begin:end]
-            blocks.append(ids if start.blocks is None else np.concatenate((start.blocks, ids)))
+            if held is not None:
+                ids = np.concatenate((held, ids)) if num_fresh else held
+            blocks.append(ids)
         return blocks
 
-    def _begin(self, start: Start) -> _Before:
-        """Make a request a running one, and count what the prefix cache had of it."""
-        counters, state = self._core.counters, start.state
-        before = (
-            state.block_ids,
-            state.num_computed_tokens,
-            state.num_cached_tokens,
-            state.was_admitted,
-        )
-        state.block_ids = None
-        state.num_computed_tokens = 0
-        if not state.was_admitted:
-            state.num_cached_tokens = start.num_hit_tokens
-            state.was_admitted = True
-        if self._core.manager.enable_prefix_caching:
-            counters.num_prefix_queried_tokens += len(state.sequence)
-            counters.num_prefix_hit_tokens += start.num_hit_tokens
-        move(state, RequestStatus.RUNNING)
-        return before
+    def _begin(self, admitted: _Admitted) -> list[_Before]:
+        """Make the requests running ones, and count what the prefix cache had of them."""
+        befores = list(map(_before, admitted.states))
+        for state, num_hit_tokens in zip(admitted.states, admitted.num_hit_tokens, strict=True):
+            state.block_ids = None
+            state.num_computed_tokens = 0
+            if not state.was_admitted:
+                state.num_cached_tokens = num_hit_tokens
+                state.was_admitted = True
+            move(state, RequestStatus.RUNNING)
+        self._count_hits(admitted, 1)
+        return befores
 
-    def _take_back(self, starts: list[Start], rows: list[int], befores: list[_Before]) -> None:
-        counters = self._core.counters
+    def _count_hits(self, admitted: _Admitted, sign: int) -> None:
+        if self._core.manager.enable_prefix_caching:
+            counters = self._core.counters
+            num_tokens = sum([len(state.sequence) for state in admitted.states])
+            counters.num_prefix_queried_tokens += sign * num_tokens
+            counters.num_prefix_hit_tokens += sign * sum(admitted.num_hit_tokens)
+
+    def _take_back(self, admitted: _Admitted, rows: list[int], befores: list[_Before]) -> None:
         self._core.table.take_back(rows)
-        for start, before in zip(starts, befores, strict=True):
-            state = start.state
+        self._count_hits(admitted, -1)
+        for state, before in zip(admitted.states, befores, strict=True):
             move_back(state)
             (
                 state.block_ids,
@@ -148,6 +174,3 @@ class Starting:
                 state.num_cached_tokens,
                 state.was_admitted,
             ) = before
-            if self._core.manager.enable_prefix_caching:
-                counters.num_prefix_queried_tokens -= len(state.sequence)
-                counters.num_prefix_hit_tokens -= start.num_hit_tokens

@@ -30,6 +30,7 @@ class RequestState:
         uid: the scheduler's number for it, never reused; request_id: the application's.
         request: what was asked for.
         sequence: its tokens, without those in the row's tail buffer.
+        num_prompt_tokens: how many of them are prompt.
         limit: the most tokens, prompt included, it can come to.
         status: where it is; changed by `move` alone.
         history: its last states, for errors.
@@ -53,6 +54,7 @@ class RequestState:
     request_id: str
     request: Request
     sequence: TokenSequence
+    num_prompt_tokens: int
     limit: int
     limited_by_pool: bool
     arrival_time: float

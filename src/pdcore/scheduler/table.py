@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from itertools import repeat
 from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.kvcache.sequence import TokenSequence
 from pdcore.masks import all_set
+from pdcore.rows import index_of
 from pdcore.scheduler.state import RequestState
 
 __all__ = ["RequestTable", "RunningBatch"]
@@ -18,33 +22,47 @@ Rows = npt.NDArray[np.intp]
 Int32Array = npt.NDArray[np.int32]
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, slots=False)
 class RunningBatch:
     """All running rows, as the messages of a step name them.
 
     One object serves every step until a row is given out or taken back, so that a step of decodes
-    makes none of these arrays anew.
+    makes none of these arrays anew. A step that starts requests makes two of them, and asks the
+    first for little: epochs and ids are read when they are asked for, which must be while these
+    are the rows that run.
 
     Args:
+        table: whose rows they are.
         rows: int32 (n,), in running order.
         at: the same as indices; numpy reads columns several times faster by these.
         index: selects the rows from a column: a slice where they lie side by side, else ``at``.
-        epochs: int32 (n,).
-        request_ids: one for each row.
         ones: one token for each; ``num_scheduled``: the same as int32.
         all_sample: bool (n,), each draws.
     """
 
+    table: RequestTable = attrs.field(repr=False)
     rows: Int32Array
     at: Rows
     index: slice | Rows
-    epochs: Int32Array
-    request_ids: list[str]
     ones: Rows
     num_scheduled: Int32Array
     all_sample: npt.NDArray[np.bool_]
 
+    @cached_property
+    def epochs(self) -> Int32Array:
+        """int32 (n,), one for each row."""
+        return _frozen(self.table.epoch[self.at])
 
+    @cached_property
+    def request_ids(self) -> list[str]:
+        """One for each row."""
+        ids: list[str] = self.table.request_ids[self.at].tolist()
+        return ids
+
+
+# An array, since numpy adds it faster than one of Python's integers.
+_ONE = np.array(1, np.int32)
+_NOTHING = (False, False, False, False)
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 
@@ -65,7 +83,7 @@ class RequestTable:
     computed or planned; ``num_in_flight``, planned draws whose token is not in; ``limit``, the most
     tokens it can come to; ``min_tokens``, before so many it does not stop; ``eos``,
     ``has_stop_ids``, ``has_matcher``; ``needs_refresh``, workers must be told of it afresh;
-    ``priority``, ``arrival_time``. ``tail`` (rows, block_size) holds the tokens of the last block,
+    ``priority``. ``tail`` (rows, block_size) holds the tokens of the last block,
     partial or just full: token ``p`` of a row at ``tail[row, p % block_size]``.
 
     While ``is_level``, every row lacks exactly one token: the last plan took them all as far as
@@ -95,18 +113,14 @@ class RequestTable:
             self.eos,
             self.priority,
         ) = self._numbers
-        self.arrival_time = np.zeros(num_rows, np.float64)
-        self.has_stop_ids = np.zeros(num_rows, np.bool_)
-        self.has_matcher = np.zeros(num_rows, np.bool_)
-        self.needs_refresh = np.zeros(num_rows, np.bool_)
+        # Of rows that nobody has, all False.
+        self._needs = np.zeros((4, num_rows), np.bool_)
+        self.has_eos, self.has_stop_ids, self.has_matcher, self.needs_refresh = self._needs
         self.tail = np.zeros((num_rows, block_size), np.int32)
         self._columns: tuple[npt.NDArray[Any], ...] = (
             self.epoch,
             *self._numbers,
-            self.arrival_time,
-            self.has_stop_ids,
-            self.has_matcher,
-            self.needs_refresh,
+            *self._needs,
             self.tail,
         )
         self.request_ids = np.full(num_rows, None, np.object_)
@@ -116,7 +130,7 @@ class RequestTable:
         self.num_with_matcher = 0
         self.num_to_refresh = 0
         # Epochs never go back, though a plan that is taken back restores a row's former tenant.
-        self._last_epoch = [0] * num_rows
+        self._last_epoch = np.zeros(num_rows, np.int32)
         self._order = np.zeros(num_rows, np.intp)
         self._num_running = 0
         self._free = list(range(num_rows - 1, -1, -1))
@@ -144,11 +158,10 @@ class RequestTable:
             start, end = (at.item(0), at.item(-1) + 1) if at.size else (0, 0)
             in_order = end - start == at.size and (at.size == 1 or all_set(at[1:] > at[:-1]))
             batch = self._batch = RunningBatch(
+                table=self,
                 rows=_frozen(at.astype(np.int32)),
                 at=_frozen(at),
                 index=slice(start, end) if in_order else at,
-                epochs=_frozen(self.epoch[at]),
-                request_ids=self.request_ids[at].tolist(),
                 ones=self._ones[: at.size],
                 num_scheduled=self._num_scheduled[: at.size],
                 all_sample=self._all_sample[: at.size],
@@ -170,25 +183,35 @@ class RequestTable:
         assert state is not None
         return state
 
+    def sequences(self, rows: Rows) -> list[TokenSequence]:
+        """The tokens of the requests that have some rows."""
+        states = self.states
+        return [states[row].sequence for row in rows.tolist()]
+
     def assign(
         self, states: list[RequestState], num_computed: list[int], *, step: int
     ) -> list[int]:
         """Give each request a free row, in this order the last in running order; return them.
 
-        There must be so many free rows. Costs about a dozen single writes for each request.
+        There must be so many free rows. Costs a fixed number of array operations, and for each
+        request the tuple of its numbers.
         """
-        rows = [self._free.pop() for _ in states]
+        rows = self._free[: -len(states) - 1 : -1]
+        del self._free[-len(states) :]
         start, self._num_running = self._num_running, self._num_running + len(rows)
+        at = index_of(rows)
         self._order[start : self._num_running] = rows
-        for row, state, computed in zip(rows, states, num_computed, strict=True):
-            self._numbers[:, row] = _numbers_of(state, computed, step)
-            self.arrival_time[row] = state.arrival_time
-            self.epoch[row] = self._last_epoch[row] = self._last_epoch[row] + 1
-            self.has_stop_ids[row] = bool(state.request.sampling.stop_token_ids)
-            self.has_matcher[row] = state.matcher is not None
-            tail = state.sequence.last_block(self.block_size)
-            self.tail[row, : tail.size] = tail
-            self._attach(row, state)
+        numbers = list(map(_numbers_of, states, num_computed, repeat(step)))
+        self._numbers[:, at] = np.array(numbers, np.int64).T
+        self._last_epoch[at] = self.epoch[at] = self._last_epoch[at] + _ONE
+        tails = b"".join([state.sequence.last_block(self.block_size) for state in states])
+        self.tail[at] = np.frombuffer(tails, np.int32).reshape(-1, self.block_size)
+        needs = list(map(_needs_of, states))
+        if needs.count(_NOTHING) < len(needs):
+            self._needs[:, at] = np.array(needs).T
+            self._count_needs()
+        self.request_ids[at] = [state.request_id for state in states]
+        self._attach(rows, states)
         return rows
 
     def release(self, row: int) -> int:
@@ -197,14 +220,13 @@ class RequestTable:
         place = int((order[:end] == row).argmax())
         order[place : end - 1] = order[place + 1 : end]
         self._num_running -= 1
-        self._detach(row)
+        self._detach([row])
         self._free.append(row)
         return place
 
     def release_rows(self, rows: list[int]) -> None:
         """Take rows back, one after the other, without their tokens."""
-        for row in rows:
-            self._detach(row)
+        self._detach(rows)
         running = self.running
         kept = running[self.epoch[running] != 0]
         self._order[: kept.size] = kept
@@ -224,7 +246,9 @@ class RequestTable:
             self._num_running += 1
             for column, value in columns:
                 column[row] = value
-            self._attach(row, state)
+            self.request_ids[row] = state.request_id
+            self._attach([row], [state])
+            self._count_needs()
 
         return undo
 
@@ -243,17 +267,14 @@ class RequestTable:
 
     def flush_full(self, rows: Rows) -> None:
         """`flush` for rows whose last token has just filled their block. Costs little a row."""
-        data = self.tail[rows].tobytes()
-        width = 4 * self.block_size
-        for place, row in enumerate(rows.tolist()):
-            sequence = self.state(row).sequence
-            start = 4 * (len(sequence) % self.block_size)
-            sequence.append_bytes(data[place * width + start : (place + 1) * width])
+        blocks = self.tail[rows].view(f"V{4 * self.block_size}").ravel().tolist()
+        for sequence, block in zip(self.sequences(rows), blocks, strict=True):
+            sequence.fill_block(block)
 
     def refresh(self, rows: Rows, *, needed: bool) -> None:
         """Mark rows that the workers must be told of afresh, or that they were told of."""
         self.needs_refresh[rows] = needed
-        self.num_to_refresh = int(np.count_nonzero(self.needs_refresh[self.running]))
+        self._count_needs()
 
     def fingerprint(self) -> bytes:
         """The columns of the rows in use and the order in which rows are given out."""
@@ -267,29 +288,35 @@ class RequestTable:
         free = np.array(self._free, np.int32).tobytes()
         return b"".join([*(column.tobytes() for column in columns), *tails, refresh, free])
 
-    def _attach(self, row: int, state: RequestState) -> None:
+    def _attach(self, rows: list[int], states: list[RequestState]) -> None:
         self._batch = None
-        state.row = row
-        self.states[row] = state
-        self.request_ids[row] = state.request_id
-        self._count_kinds(row, 1)
+        for row, state in zip(rows, states, strict=True):
+            self.states[row] = state
+            state.row = row
 
-    def _detach(self, row: int) -> None:
+    def _detach(self, rows: list[int]) -> None:
         self._batch = None
-        self.state(row).row = -1
+        for row in rows:
+            self.state(row).row = -1
+            self.states[row] = None
+        at = index_of(rows)
         # Matches no epoch that was ever given out, so whatever still comes for the row is late.
-        self.epoch[row] = 0
-        self.states[row] = None
-        self.request_ids[row] = None
-        self._count_kinds(row, -1)
-        self.needs_refresh[row] = False
+        self.epoch[at] = 0
+        self.request_ids[at] = None
+        if (
+            self.num_with_eos
+            or self.num_with_stop_ids
+            or self.num_with_matcher
+            or self.num_to_refresh
+        ):
+            self._needs[:, at] = False
+            self._count_needs()
 
-    def _count_kinds(self, row: int, sign: int) -> None:
-        """Count a row in, or out, among those that need what most do not."""
-        self.num_with_eos += sign * (self.eos.item(row) >= 0)
-        self.num_with_stop_ids += sign * self.has_stop_ids.item(row)
-        self.num_with_matcher += sign * self.has_matcher.item(row)
-        self.num_to_refresh += sign * self.needs_refresh.item(row)
+    def _count_needs(self) -> None:
+        """Count those that need what most do not."""
+        self.num_with_eos, self.num_with_stop_ids, self.num_with_matcher, self.num_to_refresh = (
+            np.count_nonzero(self._needs, axis=1).tolist()
+        )
 
 
 def _numbers_of(state: RequestState, num_computed: int, step: int) -> tuple[int, ...]:
@@ -302,7 +329,19 @@ def _numbers_of(state: RequestState, num_computed: int, step: int) -> tuple[int,
         step,
         0,
         state.limit,
-        request.num_prompt_tokens + sampling.min_tokens,
+        state.num_prompt_tokens + sampling.min_tokens,
         -1 if eos is None or sampling.ignore_eos else eos,
         request.priority,
+    )
+
+
+def _needs_of(state: RequestState) -> tuple[bool, ...]:
+    """What goes into the columns of what most requests do not need, in their order."""
+    request = state.request
+    sampling = request.sampling
+    return (
+        request.eos_token_id is not None and not sampling.ignore_eos,
+        bool(sampling.stop_token_ids),
+        state.matcher is not None,
+        False,
     )

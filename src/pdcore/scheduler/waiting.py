@@ -17,6 +17,8 @@ __all__ = ["QueueNumbers", "WaitingTable", "WaitingView"]
 
 # The policy's key, the place among equals, a number that is never repeated, the request.
 _Entry = tuple[Any, int, int, RequestState]
+# Named, since `int | float` is made anew wherever it is written.
+_NUMBERS = (int, float)
 
 
 class _GuardedKey:
@@ -50,9 +52,9 @@ class _GuardedKey:
 
 def _width(key: Any) -> int | None:
     """0 for a number, n for a tuple of n numbers, None for keys of any other kind."""
-    if isinstance(key, int | float):
+    if isinstance(key, _NUMBERS):
         return 0
-    if isinstance(key, tuple) and all(isinstance(part, int | float) for part in key):
+    if isinstance(key, tuple) and all(isinstance(part, _NUMBERS) for part in key):
         return len(key)
     return None
 
@@ -155,10 +157,14 @@ class WaitingTable:
 
     def peek(self) -> RequestState | None:
         """The first in order, or None."""
-        heap = self._heap
-        while heap and not self._is_current(heap[0]):
+        heap, live = self._heap, self._live
+        while heap:
+            entry = heap[0]
+            state = entry[-1]
+            if live.get(state.uid) is entry:
+                return state
             heapq.heappop(heap)
-        return heap[0][-1] if heap else None
+        return None
 
     def front(self, n: int) -> list[RequestState]:
         """At most ``n`` requests, about the first in order. Cost: O(n)."""

@@ -1,0 +1,18 @@
+"""How a few rows are selected from a column."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["index_of"]
+
+
+def index_of(rows: list[int]) -> slice | npt.NDArray[np.intp]:
+    """What selects rows, of which there is at least one, from a column: of one row a slice.
+
+    numpy reads and writes by a slice in half the time that it needs with an array.
+    """
+    if len(rows) == 1:
+        return slice(rows[0], rows[0] + 1)
+    return np.array(rows, np.intp)
