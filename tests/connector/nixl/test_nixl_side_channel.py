@@ -285,9 +285,8 @@ def test_an_oversized_frame_is_refused_unread() -> None:
     """The length alone condemns a frame; nobody waits for its bytes, or makes room for them."""
 
     async def receive_it() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(struct.pack(">I", 1001))
-        channel = Channel(reader, None, max_frame_bytes=1000)  # type: ignore[arg-type]
+        channel = Channel(max_frame_bytes=1000)
+        channel.data_received(struct.pack(">I", 1001))
         await channel.receive(timeout_s=5)
 
     with pytest.raises(ProtocolError, match="a frame of 1001 bytes is over 1000"):

@@ -15,6 +15,7 @@ from pdcore.connector import ConnectorStats, LoadCounts, TicketCounts, TransferS
 from pdcore.connector.base import KVLoad
 from pdcore.connector.nixl import NixlConfig, NixlConnector
 from pdcore.connector.nixl.doorbell import DoorbellListener, ring
+from pdcore.connector.nixl.notices import NoticeKind, NoticeSender
 from pdcore.errors import ConfigError
 from pdcore.messages import TransferKey, TransferReport
 from pdcore.request import Request
@@ -199,8 +200,10 @@ def test_a_worker_wakes_the_loop(prefill: Half, decode: Half) -> None:
     doorbell = decode.plan_with_read().doorbell
     assert doorbell is not None
     before = decode.num_notices
-    ring(attrs.evolve(doorbell, token=bytes(16)), 0.0)
-    ring(doorbell, 0.0)
+    for address in (attrs.evolve(doorbell, token=bytes(32)), doorbell):
+        sender = NoticeSender(address, rank=0)
+        sender.send(NoticeKind.REPORT)
+        sender.close()
     until(lambda: decode.num_notices > before)
     assert decode.num_notices == before + 1
 

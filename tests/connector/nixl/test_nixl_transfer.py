@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import attrs
 import numpy as np
@@ -15,8 +16,10 @@ import pytest
 from nixl_engines import WORDS_PER_BLOCK, Engine, a_request, until
 from nixl_processes import PrefillProcess, prefill_process
 
-from pdcore.connector.base import KVCaches
-from pdcore.connector.nixl import NixlConfig, NixlConnector
+from pdcore.connector.base import KVCaches, KVLoad
+from pdcore.connector.nixl import NixlConfig, NixlConnector, reader
+from pdcore.connector.nixl.agent import TransferAgent
+from pdcore.connector.nixl.notices import NoticeKind, NoticeSender
 from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import ConfigError
 from pdcore.messages import TransferKey
@@ -93,6 +96,82 @@ def test_only_missing_blocks_are_read(prefill: PrefillProcess) -> None:
         engine.step_until(lambda: engine.received or engine.failed)
         assert held(engine, [4, 5, 6, 7, 8]) == content(BLOCKS[3:])
         assert not engine.buffer[:4].any()
+
+
+def load_some(engine: Engine, prefill: PrefillProcess) -> KVLoad:
+    """Load a prompt, to its end."""
+    request = a_request(PROMPT, prefill.prefill(PROMPT, BLOCKS))
+    num_ended = len(engine.received) + len(engine.failed)
+    load = engine.load(request, engine.add(request), list(range(1, 9)))
+    engine.step_until(lambda: len(engine.received) + len(engine.failed) > num_ended)
+    return load
+
+
+@contextmanager
+def calls_for_help(*, num_lost: int = 0) -> Iterator[list[TransferKey]]:
+    """The loads for which a reader calls its peer; the first calls are lost on the way."""
+    calls: list[TransferKey] = []
+    send = NoticeSender.send
+
+    def listen(sender: NoticeSender, kind: NoticeKind, *transfer: TransferKey) -> None:
+        if kind is NoticeKind.NEEDS_PEER:
+            calls.extend(transfer)
+            if len(calls) <= num_lost:
+                return
+        send(sender, kind, *transfer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoticeSender, "send", listen)
+        yield calls
+
+
+def test_a_read_that_is_done_at_once_calls_nobody(
+    prefill: PrefillProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several reads those alone call the peer whose post left something to wait for: within a
+    host, the one that makes the connection."""
+    post, are_done = TransferAgent.post_read, []
+
+    def note(agent: TransferAgent, *ids: Any) -> tuple[Any, bool]:
+        handle, is_done = post(agent, *ids)
+        are_done.append(is_done)
+        return handle, is_done
+
+    monkeypatch.setattr(TransferAgent, "post_read", note)
+    with decode() as engine, calls_for_help() as calls:
+        loads = [load_some(engine, prefill).transfer for _ in range(4)]
+        assert engine.received == loads
+        awaited = [load for load, is_done in zip(loads, are_done, strict=True) if not is_done]
+        assert list(dict.fromkeys(calls)) == awaited
+
+
+def test_a_peer_is_called_for_reads_that_need_it(
+    network: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a network every read calls, also those right after another one: so a peer that rests
+    for an hour looks at once."""
+    monkeypatch.setattr(reader, "_CALL_EVERY_S", 3600.0)
+    with (
+        prefill_process(network, idle_poll_s=3600.0) as prefill,
+        calls_for_help() as calls,
+        decode() as engine,
+    ):
+        for number in range(3):
+            load = load_some(engine, prefill)
+            assert engine.received[-1] == load.transfer
+            assert len(calls) == len({load.transfer, *calls}) == number + 1
+
+
+def test_a_call_that_gets_lost_is_made_again(network: dict[str, str]) -> None:
+    """A peer that rests for an hour hears of the read all the same."""
+    with (
+        prefill_process(network, idle_poll_s=3600.0) as prefill,
+        calls_for_help(num_lost=1) as calls,
+        decode() as engine,
+    ):
+        load = load_some(engine, prefill)
+        assert engine.received == [load.transfer]
+        assert len(calls) > 1
 
 
 def test_many_loads_at_once(prefill: PrefillProcess) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import hashlib
 import hmac
+import os
 import secrets
 import struct
+from collections.abc import Callable
 
 from pdcore.connector.nixl.protocol import Challenge, Hello, Message, ProtocolError, decode, encode
 
@@ -16,24 +18,29 @@ __all__ = ["Channel", "client_proof", "is_proof", "new_nonce", "server_proof"]
 _LENGTH = struct.Struct(">I")
 
 
-class Channel:
-    """Sends and receives whole messages.
+class Channel(asyncio.Protocol):
+    """Sends and receives whole messages. It is the connection's protocol: `asyncio` makes one.
+
+    Its messages are small and somebody waits for each, so it does without the layers of a stream.
 
     Args:
-        reader, writer: the connection.
         max_frame_bytes: larger frames are refused before they are read.
+        connected: told when the connection is there.
     """
 
     def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        *,
-        max_frame_bytes: int,
+        self, *, max_frame_bytes: int, connected: Callable[[Channel], None] | None = None
     ) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._loop = asyncio.get_running_loop()
         self._max_frame_bytes = max_frame_bytes
+        self._connected = connected
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._is_held_up = False
+        self._may_send = True
+        self._is_over = False
+        self._error: Exception | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     async def send(self, message: Message, *, timeout_s: float) -> None:
         """Send a message.
@@ -45,9 +52,17 @@ class Channel:
         text = encode(message)
         if len(text) > self._max_frame_bytes:
             raise ProtocolError(f"a message of {len(text)} bytes is over {self._max_frame_bytes}")
-        async with asyncio.timeout(timeout_s):
-            self._writer.write(_LENGTH.pack(len(text)) + text)
-            await self._writer.drain()
+        transport = self._transport
+        if self._is_over or transport is None or transport.is_closing():
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        transport.write(_LENGTH.pack(len(text)) + text)
+        deadline = self._loop.time() + timeout_s
+        while not self._may_send:
+            await self._change(deadline)
+            if self._is_over:
+                raise self._error or ConnectionResetError(
+                    errno.ECONNRESET, os.strerror(errno.ECONNRESET)
+                )
 
     async def receive(self, *, timeout_s: float, idle_s: float | None = None) -> Message:
         """Return the next message.
@@ -62,21 +77,95 @@ class Channel:
             OSError: the connection broke.
             ProtocolError: what came is no message.
         """
-        first = await self._read(1, timeout_s if idle_s is None else idle_s)
-        rest = await self._read(_LENGTH.size - 1, timeout_s)
-        (size,) = _LENGTH.unpack(first + rest)
-        if size > self._max_frame_bytes:
-            raise ProtocolError(f"a frame of {size} bytes is over {self._max_frame_bytes}")
-        return decode(await self._read(size, timeout_s))
+        has_begun = bool(self._received)
+        deadline = self._loop.time() + (timeout_s if has_begun or idle_s is None else idle_s)
+        while (text := self._take_frame()) is None:
+            if self._is_over:
+                raise self._error or EOFError("the connection was closed")
+            await self._change(deadline)
+            if self._received and not has_begun:
+                has_begun, deadline = True, self._loop.time() + timeout_s
+        return decode(text)
 
     def close(self) -> None:
         """Close the connection; what was not sent yet is dropped."""
-        with contextlib.suppress(Exception):
-            self._writer.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
-    async def _read(self, num_bytes: int, timeout_s: float) -> bytes:
-        async with asyncio.timeout(timeout_s):
-            return await self._reader.readexactly(num_bytes)
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._connected is not None:
+            self._connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        self._hold_up_sender()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_over, self._error = True, error
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._may_send = False
+
+    def resume_writing(self) -> None:
+        self._may_send = True
+        self._wake()
+
+    # Inner workings.
+
+    def _take_frame(self) -> bytes | None:
+        """The next whole frame, or None while it is not there."""
+        received = self._received
+        if len(received) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(received)
+        if size > self._max_frame_bytes:
+            raise ProtocolError(f"a frame of {size} bytes is over {self._max_frame_bytes}")
+        end = _LENGTH.size + size
+        if len(received) < end:
+            return None
+        text = bytes(received[_LENGTH.size : end])
+        del received[:end]
+        self._hold_up_sender()
+        return text
+
+    def _hold_up_sender(self) -> None:
+        """Read no further while more than one whole frame is here: nobody asked for more."""
+        is_much = len(self._received) > self._max_frame_bytes + _LENGTH.size
+        transport = self._transport
+        if is_much is self._is_held_up or transport is None or transport.is_closing():
+            return
+        self._is_held_up = is_much
+        if is_much:
+            transport.pause_reading()
+        else:
+            transport.resume_reading()
+
+    async def _change(self, deadline: float) -> None:
+        """Wait until something happened to the connection; raise `TimeoutError` at the deadline."""
+        waiter = self._loop.create_future()
+        timer = self._loop.call_at(deadline, _expire, waiter)
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiters.remove(waiter)
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _expire(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
 
 
 def new_nonce() -> str:

@@ -111,10 +111,9 @@ class PeerClient:
         return reply
 
     async def _connect(self) -> Channel:
-        reader, writer = await asyncio.open_connection(
-            self._host, self._port, limit=_MAX_FRAME_BYTES
+        _, channel = await asyncio.get_running_loop().create_connection(
+            lambda: Channel(max_frame_bytes=_MAX_FRAME_BYTES), self._host, self._port
         )
-        channel = Channel(reader, writer, max_frame_bytes=_MAX_FRAME_BYTES)
         try:
             await self._authenticate(channel)
         except BaseException:

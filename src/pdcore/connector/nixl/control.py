@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 __all__ = ["ControlThread"]
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 _NUM_CLOSING_ROUNDS = 8
 _JOIN_TIMEOUT_S = 10.0
 _SHORT = "short"
+_LONG = "long"
 
 
 class ControlThread:
@@ -49,8 +51,19 @@ class ControlThread:
         if self._loop is None:
             coroutine.close()
             return
-        name = _SHORT if is_short else "long"
+        name = _SHORT if is_short else _LONG
         self._loop.call_soon_threadsafe(self._begin, self._loop, coroutine, name)
+
+    def spawn_later(self, delay_s: float, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run what ``make`` returns, some seconds from now; from any thread."""
+        loop = self._loop
+        if loop is not None:
+            begin = partial(self._begin_made, loop, make)
+            loop.call_soon_threadsafe(loop.call_later, delay_s, begin)
+
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """`spawn` for callers on the thread itself."""
+        self._begin(asyncio.get_running_loop(), coroutine, _LONG)
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function on the thread; from any thread."""
@@ -96,6 +109,11 @@ class ControlThread:
         task = loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._end)
+
+    def _begin_made(
+        self, loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._begin(loop, make(), _LONG)
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

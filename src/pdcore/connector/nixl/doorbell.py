@@ -1,4 +1,4 @@
-"""Datagrams between an engine's two halves: "somebody reads, look often", and "a load ended"."""
+"""Datagrams from a scheduler half to its workers: "somebody reads, look often"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import struct
 from pdcore.connector.nixl.meta import Doorbell
 from pdcore.errors import ConfigError
 
-__all__ = ["DoorbellListener", "ring"]
+__all__ = ["DoorbellListener", "datagram_socket", "listening_socket", "ring"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +32,7 @@ class DoorbellListener:
     """
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        try:
-            self._socket.bind((host, 0))
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(
-                f"doorbell_host={host!r} cannot be listened on: {error.strerror}. Pass the address "
-                "of one of this machine's interfaces"
-            ) from error
-        self._socket.setblocking(False)
+        self._socket = listening_socket(host)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self.address = Doorbell(host=host, port=self._socket.getsockname()[1], token=self._token)
 
@@ -76,15 +66,35 @@ class DoorbellListener:
         self._socket.close()
 
 
-def ring(doorbell: Doorbell, seconds: float) -> None:
-    """Wake the other half: a worker for some seconds, or until 0 is rung; a scheduler half once.
+def datagram_socket(host: str) -> socket.socket:
+    """A socket for datagrams of the kind that a host's address is of. It never blocks."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    return made
 
-    Never blocks or raises.
+
+def listening_socket(host: str) -> socket.socket:
+    """A socket that takes datagrams at any free port of an address.
+
+    Raises:
+        ConfigError: it is not an address of this machine.
     """
-    family = socket.AF_INET6 if ":" in doorbell.host else socket.AF_INET
+    made = datagram_socket(host)
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as sender:
-            sender.setblocking(False)
+        made.bind((host, 0))
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"doorbell_host={host!r} cannot be listened on: {error.strerror}. Pass the address of "
+            "one of this machine's interfaces"
+        ) from error
+    return made
+
+
+def ring(doorbell: Doorbell, seconds: float) -> None:
+    """Wake a worker for some seconds, or until 0 is rung. Never blocks or raises."""
+    try:
+        with datagram_socket(doorbell.host) as sender:
             sender.sendto(doorbell.token + _SECONDS.pack(seconds), (doorbell.host, doorbell.port))
     except OSError as error:
         logger.debug("the doorbell at %s:%d: %s", doorbell.host, doorbell.port, error)

@@ -60,12 +60,13 @@ class TicketLost:
 
 @attrs.frozen(kw_only=True)
 class AcceptAnswered:
-    """The peer vouches for a load, or ``cause`` says why not."""
+    """The peer vouches for a load, or ``cause`` says why not, ``accept_s`` after it was asked."""
 
     uid: int
     transfer: TransferKey
     cause: str
     is_consumed: bool
+    accept_s: float
 
 
 Fact = Introduced | IntroductionFailed | TicketLost | AcceptAnswered
@@ -122,22 +123,29 @@ class TicketDriver:
         else:
             self._tell(Introduced(uid=self._uid, peer=peer))
 
-    async def keep(self) -> None:
-        """Renew the lease until `stop`, and tell when that fails for good.
+    @property
+    def first_renewal_s(self) -> float:
+        """When to begin to `keep`, in seconds from the ticket's arrival: a load that begins at once
+        is often over by then."""
+        return min(_FIRST_RENEWAL_S, _FIRST_RENEWAL_SHARE * self._params.lease_s)
 
-        The first time after a moment: a load that begins at once renews with its first message, and
-        is often over by then.
-        """
-        await asyncio.sleep(min(_FIRST_RENEWAL_S, _FIRST_RENEWAL_SHARE * self._params.lease_s))
+    async def keep(self) -> None:
+        """Renew the lease until `stop`, and tell when that fails for good."""
         while not self._is_over:
             pause_s = await self._renew()
             if pause_s is None:
                 return
             await asyncio.sleep(pause_s)
 
+    async def announce(self) -> None:
+        """Ask the peer's workers to look often for a read, which needs their answers to end."""
+        if not self._is_over:
+            await self._link.announce(self._params.transfer_id)
+
     async def accept(self, transfer: TransferKey) -> None:
         """Ask the peer to vouch for what was read, and tell what it says."""
         self.stop()
+        asked_at = self._clock.now()
         cause, is_consumed = "", True
         try:
             answer = await self._link.accept(
@@ -153,7 +161,13 @@ class TicketDriver:
             logger.exception("asking %s to vouch failed", self._link.where)
             cause, is_consumed = f"nobody vouches for the data: {error!r}", False
         self._tell(
-            AcceptAnswered(uid=self._uid, transfer=transfer, cause=cause, is_consumed=is_consumed)
+            AcceptAnswered(
+                uid=self._uid,
+                transfer=transfer,
+                cause=cause,
+                is_consumed=is_consumed,
+                accept_s=self._clock.now() - asked_at,
+            )
         )
 
     async def _renew(self) -> float | None:

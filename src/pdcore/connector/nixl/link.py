@@ -136,7 +136,7 @@ class PeerLink:
         return await self.ask(question, Answer)
 
     async def announce(self, transfer_id: str) -> None:
-        """Say that a read begins. It may get lost: the read is then slower."""
+        """Say that a read needs the peer. It may get lost: the read is then slower."""
         try:
             await self.ask(Reading(transfer_id=transfer_id), Answer)
         except (PeerLost, HandshakeRefused) as error:

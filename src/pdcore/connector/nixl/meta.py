@@ -148,8 +148,8 @@ class NixlMeta:
         reads: loads to start.
         cancels: loads that nobody wants any more.
         cut_offs: peers to let go of.
-        doorbell: where to say that a load or push ended, so that nobody need ask; None says
-            nothing.
+        doorbell: where to say that a load or push ended, or that a read needs its peer, so that
+            nobody need ask; None says nothing.
         pushes: blocks to send once the step's forward pass is done.
         push_stops: pushes to end.
     """

@@ -155,7 +155,7 @@ class Renew(Message):
 
 @attrs.frozen(kw_only=True)
 class Reading(Message):
-    """Says that a read is about to begin: the workers look often, and the lease starts afresh."""
+    """Says that a read needs the workers' answers: they look often, and the lease starts afresh."""
 
     transfer_id: str = _name()
 
@@ -276,13 +276,16 @@ _TYPES: dict[str, type[Message]] = {
 }
 
 
+_FIELDS = {cls: frozenset(attrs.fields_dict(cls)) for cls in _TYPES.values()}
+
+
 def encode(message: Message) -> bytes:
     """The message as JSON text."""
     data: dict[str, Any] = {
         field.name: getattr(message, field.name) for field in attrs.fields(type(message))
     }
     data["type"] = type(message).__name__.lower()
-    return json.dumps(data, default=_as_json, separators=(",", ":")).encode()
+    return _ENCODER.encode(data).encode()
 
 
 def decode(text: bytes) -> Message:
@@ -294,7 +297,7 @@ def decode(text: bytes) -> Message:
     try:
         data = json.loads(text)
         cls = _TYPES[data.pop("type")]
-        if data.keys() - attrs.fields_dict(cls).keys():
+        if data.keys() - _FIELDS[cls]:
             raise ValueError("it has unknown fields")
         return cls(**data)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -311,6 +314,8 @@ def _as_json(value: Any) -> Any:
         }
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
+
+_ENCODER = json.JSONEncoder(default=_as_json, separators=(",", ":"))
 
 _REGION_BOUNDS = {
     "address": 2**64 - 1,

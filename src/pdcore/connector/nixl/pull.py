@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 
 from pdcore.connector.base import KVLoad
+from pdcore.connector.nixl.driver import AcceptAnswered
 from pdcore.connector.nixl.meta import PeerInfo, ReadTask
 from pdcore.connector.nixl.params import TransferParams
 from pdcore.errors import TransferError
@@ -50,7 +51,8 @@ class Pull:
         is_cancelled: whether nobody wants the newest load any more.
         is_live: whether the request is unfinished.
         is_returned: whether the ticket was used, or the peer was told that it will not be.
-        accept_began_at: when the peer was asked to vouch, in seconds on the clock.
+        is_asked: whether the peer was asked to vouch before the newest load was reported.
+        word: what it said before the newest load was reported, or None.
     """
 
     uid: int
@@ -64,7 +66,8 @@ class Pull:
     is_cancelled: bool = False
     is_live: bool = True
     is_returned: bool = False
-    accept_began_at: float = 0.0
+    is_asked: bool = False
+    word: AcceptAnswered | None = None
 
     @property
     def transfer(self) -> TransferKey | None:

@@ -9,6 +9,7 @@ from pdcore.clock import Clock
 from pdcore.connector.base import KVLoad
 from pdcore.connector.load_tally import LoadTally
 from pdcore.connector.nixl.addresses import AllowedPeers
+from pdcore.connector.nixl.arrivals import Arrivals
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.driver import (
@@ -76,6 +77,7 @@ class PullDesk:
         self._finished: list[TransferKey] = []
         self._failed: list[LoadFailure] = []
         self._orders = WorkerOrders()
+        self.arrivals = Arrivals()
         self.tally = LoadTally()
 
     # What the scheduler asks.
@@ -100,7 +102,7 @@ class PullDesk:
         )
         self._pulls[uid] = self._by_request[request] = pull
         self._drivers[uid] = driver
-        self._control.spawn(driver.keep())
+        self._control.spawn_later(driver.first_renewal_s, driver.keep)
         pull.peer = None if self._landings.want(params) else link.info
         if pull.peer is None:
             self._control.spawn(driver.introduce())
@@ -134,7 +136,8 @@ class PullDesk:
             )
         pull.check(load, block_size=self._config.block_size)
         pull.load = load
-        pull.is_cancelled = False
+        pull.is_cancelled = pull.is_asked = False
+        pull.word = None
         pull.num_attempts += 1
         self._by_transfer[load.transfer] = pull
         self.tally.started()
@@ -152,6 +155,7 @@ class PullDesk:
         if pull is None:
             return
         self._orders.drop(load.transfer)
+        self.arrivals.forget(load.transfer)
         self.tally.undone()
         pull.load = None
         pull.num_attempts -= 1
@@ -165,6 +169,7 @@ class PullDesk:
             return
         pull.is_cancelled = True
         if pull.state is PullState.READING:
+            self._stop_listening(pull)
             self._orders.cancel(transfer)
         elif pull.state in (PullState.SHAKING_HANDS, PullState.POSTED):
             self._orders.drop(transfer)
@@ -225,6 +230,7 @@ class PullDesk:
                 self._fail(pull, _CANCELLED)
             else:
                 self._queue_read(pull)
+                self._notify()
         for transfer in meta.cancels:
             if self._is_reading(transfer):
                 self._orders.cancel(transfer)
@@ -244,6 +250,9 @@ class PullDesk:
                 pull = self._by_transfer[failure.transfer]
                 self._control.call(self._drivers[pull.uid].link.forget)
                 pull.peer = None
+                # Once the peer was asked, the ticket is used up, whatever it says.
+                self._stop_listening(pull)
+                pull.is_returned = pull.is_returned or pull.is_asked
                 self._fail(pull, failure.cause)
 
     def take_events(self) -> tuple[tuple[TransferKey, ...], tuple[LoadFailure, ...]]:
@@ -327,9 +336,16 @@ class PullDesk:
             self._orders.cut_off(pull.params.peer_id, fact.cause)
 
     def _accept_answered(self, pull: Pull, fact: AcceptAnswered) -> None:
-        if pull.state is not PullState.ACCEPTING or fact.transfer != pull.transfer:
+        if fact.transfer != pull.transfer:
             return
-        accept_s = self._clock.now() - pull.accept_began_at
+        if pull.state is PullState.READING:
+            pull.word = fact  # The report is on its way.
+        elif pull.state is PullState.ACCEPTING:
+            self._conclude(pull, fact)
+
+    def _conclude(self, pull: Pull, fact: AcceptAnswered) -> None:
+        """The workers have reported, and the peer has spoken."""
+        accept_s = fact.accept_s
         pull.is_returned = fact.is_consumed
         if fact.cause:
             pull.trouble = fact.cause
@@ -341,7 +357,8 @@ class PullDesk:
 
     def _data_arrived(self, pull: Pull) -> None:
         assert pull.transfer is not None
-        if pull.is_cancelled:
+        self._stop_listening(pull)
+        if pull.is_cancelled and not pull.is_asked:
             # Nobody will look at the data, so nobody need vouch for it.
             transfer = pull.transfer
             self._end_load(pull, PullState.DONE, is_good=True)
@@ -350,8 +367,16 @@ class PullDesk:
             self._notify()
             return
         pull.state = PullState.ACCEPTING
-        pull.accept_began_at = self._clock.now()
-        self._control.spawn(self._drivers[pull.uid].accept(pull.transfer))
+        if pull.word is not None:
+            self._conclude(pull, pull.word)
+            self._notify()
+        elif not pull.is_asked:
+            self._control.spawn(self._drivers[pull.uid].accept(pull.transfer))
+
+    def _stop_listening(self, pull: Pull) -> None:
+        """Let nobody ask for the newest load from now on, and note whether somebody did."""
+        assert pull.transfer is not None
+        pull.is_asked = self.arrivals.forget(pull.transfer) or pull.is_asked
 
     def _fail(
         self, pull: Pull, cause: str, *, is_rejected: bool = False, accept_s: float | None = None
@@ -383,6 +408,7 @@ class PullDesk:
     ) -> None:
         assert pull.transfer is not None
         self._by_transfer.pop(pull.transfer, None)
+        self.arrivals.forget(pull.transfer)
         pull.state = state
         self._drop_landing(pull)
         self.tally.ended(
@@ -426,8 +452,8 @@ class PullDesk:
 
     def _give_out(self, pull: Pull) -> ReadTask:
         pull.state = PullState.READING
-        link = self._drivers[pull.uid].link
-        self._control.spawn(link.announce(pull.params.transfer_id))
+        assert pull.transfer is not None
+        self.arrivals.expect(pull.transfer, self._drivers[pull.uid])
         return pull.read_task(self._landings.take(pull.params))
 
     def _queue_read(self, pull: Pull) -> None:
@@ -443,7 +469,6 @@ class PullDesk:
             return
         pull.state = PullState.POSTED
         self._orders.read(pull.transfer, pull)
-        self._notify()
 
     def _is_awaited(self, transfer: TransferKey) -> bool:
         """Whether a report about a load says something new; counts it if it does not."""

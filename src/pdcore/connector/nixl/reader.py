@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _POLL_FAST_S = 0.0002
 _POLL_SLOW_S = 0.001
 _FAST_FOR_S = 0.05
+_CALL_EVERY_S = 0.5
 
 
 @attrs.frozen(kw_only=True)
@@ -49,6 +51,10 @@ class _Read:
     num_descriptors: int
 
 
+def _call_nobody(transfer: TransferKey) -> None:
+    """For those whose peers are woken by somebody else."""
+
+
 class PeerReader:
     """Reads blocks from one peer. What happens to this peer cannot touch a reader of another.
 
@@ -66,6 +72,8 @@ class PeerReader:
             off. A hung peer gives no other sign.
         idle_timeout_s: without a read for so long, the agent is closed to save its resources.
         report: takes each result, on the reader's thread.
+        call_peer: told of a load whose read did not end when it was posted, which ends only if the
+            peer's workers look for it. On the reader's thread; again from time to time.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class PeerReader:
         stall_timeout_s: float,
         idle_timeout_s: float,
         report: Callable[[ReadResult], None],
+        call_peer: Callable[[TransferKey], None] = _call_nobody,
     ) -> None:
         self._region = region
         self._peer = peer
@@ -86,6 +95,8 @@ class PeerReader:
         self._stall_timeout_s = stall_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._report = report
+        self._call_peer = call_peer
+        self._called_at = -math.inf
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._agent: TransferAgent | None = None
         self._waiting: dict[TransferKey, tuple[ReadTask, float]] = {}
@@ -225,6 +236,9 @@ class PeerReader:
         for read in tuple(self._flying.values()):
             if self._agent.poll(read.handle):
                 self._finish(self._agent, read)
+            elif self._clock.now() - self._called_at >= _CALL_EVERY_S:
+                self._called_at = self._clock.now()
+                self._call_peer(read.task.transfer)
         stalled_s = self._clock.now() - self._last_progress
         if self._flying and stalled_s >= self._stall_timeout_s:
             raise PeerLost(
@@ -233,10 +247,11 @@ class PeerReader:
 
     def _finish(self, agent: TransferAgent, read: _Read) -> None:
         self._last_progress = self._clock.now()
-        agent.release(read.handle)
+        self._called_at = -math.inf  # The peer may rest now, so the next read has to call again.
         del self._flying[read.task.transfer]
         stats = self._stats(read.task, read.queued_at, read.started_at, read.num_descriptors)
         self._report(ReadResult(task=read.task, stats=stats))
+        agent.release(read.handle)
 
     def _stats(
         self, task: ReadTask, queued_at: float, started_at: float, num_descriptors: int

@@ -55,8 +55,8 @@ class ReshapingReader:
         peer: whom to read from.
         max_staging_bytes: how large the staging areas may be together; at least one block of each
             rank is staged. Loads wait until there is room, in order; larger ones come in pieces.
-        clock, stall_timeout_s, idle_timeout_s, report: as for `PeerReader`. ``report`` may be
-            called on several threads.
+        clock, stall_timeout_s, idle_timeout_s, report, call_peer: as for `PeerReader`. The last two
+            may be called on several threads.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class ReshapingReader:
         stall_timeout_s: float,
         idle_timeout_s: float,
         report: Callable[[ReadResult], None],
+        call_peer: Callable[[TransferKey], None],
     ) -> None:
         remote = peer.ranks[0].layout
         if remote is None:
@@ -97,6 +98,7 @@ class ReshapingReader:
                 stall_timeout_s=stall_timeout_s,
                 idle_timeout_s=idle_timeout_s,
                 report=self._part_ended,
+                call_peer=call_peer,
             )
             for area, heads in zip(self._areas, self._heads, strict=True)
         ]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -21,12 +22,12 @@ from pdcore.connector.base import (
 )
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
-from pdcore.connector.nixl.doorbell import DoorbellListener
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.handing_over import HandOverDesk
 from pdcore.connector.nixl.landing_desk import LandingDesk
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta
+from pdcore.connector.nixl.notices import NoticeKind, NoticeListener
 from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.protocol import Claim, Message, PushEnded, Pushing
 from pdcore.connector.nixl.pulling import PullDesk
@@ -58,7 +59,7 @@ class _Parts:
     pulls: PullDesk
     pushes: PushDesk
     landings: LandingDesk
-    doorbell: DoorbellListener
+    notices: NoticeListener
 
 
 class NixlSchedulerConnector(SchedulerConnector):
@@ -98,7 +99,7 @@ class NixlSchedulerConnector(SchedulerConnector):
         config, name, control = self._config, self._name, self._control
         listener = bind(config.host, config.port)
         try:
-            doorbell = DoorbellListener(config.doorbell_host)
+            notices = NoticeListener(config.doorbell_host)
         except ConfigError:
             listener.close()
             raise
@@ -107,7 +108,7 @@ class NixlSchedulerConnector(SchedulerConnector):
         links = PeerLinks(name=name, config=config, control=control, clock=clock)
         address = (config.advertised_host or config.host, port)
         hand_overs = HandOverDesk(
-            name=name, config=config, clock=clock, address=address, notify=notify
+            name=name, config=config, clock=clock, address=address, notify=partial(_soon, notify)
         )
         landings = LandingDesk(
             name=name, config=config, clock=clock, address=address, control=control
@@ -137,11 +138,11 @@ class NixlSchedulerConnector(SchedulerConnector):
             pulls=pulls,
             pushes=pushes,
             landings=landings,
-            doorbell=doorbell,
+            notices=notices,
         )
         control.start()
         control.run(server.start(), timeout_s=config.request_timeout_s)
-        control.run(_wake_when_rung(doorbell, notify), timeout_s=config.request_timeout_s)
+        control.run(self._listen_to_workers(notices, notify), timeout_s=config.request_timeout_s)
         control.spawn(_keep_workers_awake(hand_overs))
         control.spawn(landings.watch())
 
@@ -159,6 +160,7 @@ class NixlSchedulerConnector(SchedulerConnector):
             )
         endpoints = tuple(handshake.endpoint for handshake in ranks)
         self._parts.links.endpoints = endpoints
+        self._parts.pulls.arrivals.num_ranks = len(ranks)
         self._parts.hand_overs.serve(endpoints, tuple(handshake.doorbell for handshake in ranks))
         self._parts.pushes.life_ports = tuple(handshake.life_port for handshake in ranks)
         landings = tuple(rank.landing for rank in ranks if rank.landing is not None)
@@ -311,7 +313,7 @@ class NixlSchedulerConnector(SchedulerConnector):
             self._say_farewell(self._started)
         self._control.close()
         if self._started is not None:
-            self._started.doorbell.close()
+            self._started.notices.close()
 
     def _say_farewell(self, parts: _Parts) -> None:
         parts.pulls.give_back_all()
@@ -329,7 +331,24 @@ class NixlSchedulerConnector(SchedulerConnector):
         return self._parts.hand_overs.answer(request, sender)
 
     def _with_doorbell(self, orders: NixlMeta) -> NixlMeta:
-        return attrs.evolve(orders, doorbell=self._parts.doorbell.address)
+        return attrs.evolve(orders, doorbell=self._parts.notices.address)
+
+    async def _listen_to_workers(self, notices: NoticeListener, notify: Callable[[], None]) -> None:
+        """Pass on what workers say, as soon as they say it, and wake the engine's loop for the
+        report."""
+        loop = asyncio.get_running_loop()
+
+        def heard() -> None:
+            has_report = False
+            for notice in notices.take():
+                has_report |= notice.kind is not NoticeKind.NEEDS_PEER
+                errand = self._parts.pulls.arrivals.hear(notice)
+                if errand is not None:
+                    self._control.begin(errand)
+            if has_report:
+                loop.call_soon(notify)  # After the errands: the peer's answer takes longest.
+
+        loop.add_reader(notices.fileno(), heard)
 
     async def _wind_up(self, server: SideChannelServer) -> None:
         await self._control.wait_idle(timeout_s=_FAREWELL_S)
@@ -342,14 +361,9 @@ class NixlSchedulerConnector(SchedulerConnector):
         return self._started
 
 
-async def _wake_when_rung(doorbell: DoorbellListener, notify: Callable[[], None]) -> None:
-    """Wake the engine's loop as soon as a worker says that a load ended."""
-
-    def rung() -> None:
-        if doorbell.take() is not None:
-            notify()
-
-    asyncio.get_running_loop().add_reader(doorbell.fileno(), rung)
+def _soon(notify: Callable[[], None]) -> None:
+    """Wake the engine's loop once the peer that is being answered has its answer."""
+    asyncio.get_running_loop().call_soon(notify)
 
 
 async def _keep_workers_awake(desk: HandOverDesk) -> None:

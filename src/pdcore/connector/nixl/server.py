@@ -96,8 +96,9 @@ class SideChannelServer:
 
     async def start(self) -> None:
         """Begin to serve, on the running loop."""
-        self._server = await asyncio.start_server(
-            self._connected, sock=self._listener, limit=_MAX_FRAME_BYTES
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: Channel(max_frame_bytes=_MAX_FRAME_BYTES, connected=self._connected),
+            sock=self._listener,
         )
 
     async def close(self) -> None:
@@ -111,8 +112,7 @@ class SideChannelServer:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._config.request_timeout_s)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer, max_frame_bytes=_MAX_FRAME_BYTES)
+    def _connected(self, channel: Channel) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(channel))
         self._tasks.add(task)
 

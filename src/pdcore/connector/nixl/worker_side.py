@@ -12,11 +12,11 @@ import attrs
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.connector.nixl.config import NixlConfig
-from pdcore.connector.nixl.doorbell import ring
 from pdcore.connector.nixl.landing_area import LandingArea
 from pdcore.connector.nixl.life_sign import LifeSign
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import Doorbell, NixlMeta, PeerInfo, RankEndpoint, ReadTask
+from pdcore.connector.nixl.notices import NO_TRANSFER, NoticeKind, NoticeSender
 from pdcore.connector.nixl.push_writers import PushWriters
 from pdcore.connector.nixl.reader import PeerReader, ReadResult
 from pdcore.connector.nixl.reshaping_reader import ReshapingReader
@@ -78,7 +78,7 @@ class NixlWorkerConnector(WorkerConnector):
         self._results: queue.SimpleQueue[ReadResult] = queue.SimpleQueue()
         self._unknown: list[LoadFailure] = []
         self._stats: deque[TransferStats] = deque(maxlen=_MAX_NUM_MEASURED)
-        self._doorbell: Doorbell | None = None
+        self._notices: NoticeSender | None = None
         self._landing: LandingArea | None = None
         self._life: LifeSign | None = None
         self._pushes: PushWriters | None = None
@@ -116,7 +116,7 @@ class NixlWorkerConnector(WorkerConnector):
             config=self._config,
             rank=self._rank,
             clock=self._clock,
-            notify=self._ring,
+            notify=partial(self._notify, NoticeKind.REPORT),
         )
         if self._config.push_staging_bytes:
             self._landing = LandingArea(caches, config=self._config, clock=self._clock)
@@ -144,7 +144,7 @@ class NixlWorkerConnector(WorkerConnector):
         """Pass the step's orders on to the readers; returns at once."""
         if meta is None:
             return
-        self._doorbell = meta.doorbell
+        self._notify_at(meta.doorbell)
         if self._pushes is not None:
             self._pushes.order(meta.pushes, meta.push_stops)
         for task in meta.reads:
@@ -213,6 +213,7 @@ class NixlWorkerConnector(WorkerConnector):
         life, self._life = self._life, None
         if life is not None:
             life.close()
+        self._notify_at(None)
 
     def _start_read(self, task: ReadTask) -> None:
         try:
@@ -258,6 +259,7 @@ class NixlWorkerConnector(WorkerConnector):
                 stall_timeout_s=self._config.stall_timeout_s,
                 idle_timeout_s=self._config.idle_peer_timeout_s,
                 report=self._read_ended,
+                call_peer=self._call_peer,
             )
         self._readers[peer.peer_id] = reader
         return reader
@@ -274,6 +276,7 @@ class NixlWorkerConnector(WorkerConnector):
             stall_timeout_s=self._config.stall_timeout_s,
             idle_timeout_s=self._config.idle_peer_timeout_s,
             report=self._read_ended,
+            call_peer=self._call_peer,
         )
 
     def _check_layout(self, caches: KVCaches) -> None:
@@ -291,11 +294,25 @@ class NixlWorkerConnector(WorkerConnector):
     def _read_ended(self, result: ReadResult) -> None:
         """Keep a result for the next report, and say that there is one. On a reader's thread."""
         self._results.put(result)
-        self._ring()
+        kind = NoticeKind.REPORT if result.stats is None else NoticeKind.ARRIVED
+        self._notify(kind, result.task.transfer)
 
-    def _ring(self) -> None:
-        if self._doorbell is not None:
-            ring(self._doorbell, 0.0)
+    def _call_peer(self, transfer: TransferKey) -> None:
+        self._notify(NoticeKind.NEEDS_PEER, transfer)
+
+    def _notify(self, kind: NoticeKind, transfer: TransferKey = NO_TRANSFER) -> None:
+        """Tell the scheduler half. From any thread."""
+        notices = self._notices
+        if notices is not None:
+            notices.send(kind, transfer)
+
+    def _notify_at(self, address: Doorbell | None) -> None:
+        notices = self._notices
+        if notices is not None and notices.address == address:
+            return
+        self._notices = None if address is None else NoticeSender(address, rank=self._rank)
+        if notices is not None:
+            notices.close()
 
     def _retire_readers(self) -> None:
         """Let go of readers that have nothing to do and closed their agent: peers come and go."""

@@ -1,0 +1,79 @@
+"""Notices from workers to their scheduler half."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nixl_engines import until
+
+from pdcore.connector.nixl.notices import Notice, NoticeKind, NoticeListener, NoticeSender
+from pdcore.messages import TransferKey
+
+ids = st.integers(0, 2**63 - 1)
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[NoticeListener]:
+    """A scheduler half's end."""
+    with closing(NoticeListener("127.0.0.1")) as made:
+        yield made
+
+
+@given(kind=st.sampled_from(NoticeKind), uid=ids, attempt=ids, rank=st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_notice_comes_as_it_was_sent(
+    listener: NoticeListener, kind: NoticeKind, uid: int, attempt: int, rank: int
+) -> None:
+    """All of its words survive the way, and it is taken once."""
+    with closing(NoticeSender(listener.address, rank=rank)) as sender:
+        sender.send(kind, TransferKey(uid, attempt))
+    assert until(listener.take) == [Notice(kind, rank, TransferKey(uid, attempt))]
+    assert listener.take() == []
+
+
+def _one_datagram() -> bytes:
+    """What a sender sends, as the wire has it, and a listener's key with it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as wire:
+        wire.bind(("127.0.0.1", 0))
+        wire.settimeout(5)
+        with closing(NoticeListener("127.0.0.1")) as other:
+            address = type(other.address)(
+                host="127.0.0.1", port=wire.getsockname()[1], token=bytes(32)
+            )
+        with closing(NoticeSender(address, rank=1)) as sender:
+            sender.send(NoticeKind.ARRIVED, TransferKey(7, 2))
+        return wire.recv(1000)
+
+
+@given(change=st.integers(0, 8 * 37 - 1) | st.integers(-40, -1), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_changed_notice_is_none(change: int, data: st.DataObject) -> None:
+    """One flipped bit, or another length, and it is dropped; the untouched one is taken."""
+    sent = _one_datagram()
+    if change < 0:
+        size = data.draw(st.integers(0, 80).filter(lambda n: n != len(sent)))
+        changed = (sent + bytes(80))[:size]
+    else:
+        changed = bytearray(sent)
+        changed[change // 8] ^= 1 << change % 8
+    with closing(NoticeListener("127.0.0.1")) as listener:
+        listener._key = bytes(32)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for text in (changed, sent):
+                stranger.sendto(text, ("127.0.0.1", listener.address.port))
+        assert until(listener.take) == [Notice(NoticeKind.ARRIVED, 1, TransferKey(7, 2))]
+
+
+def test_nobody_listening_is_no_error() -> None:
+    """A sender outlives its listener, and can be closed."""
+    with closing(NoticeListener("127.0.0.1")) as listener:
+        address = listener.address
+    with closing(NoticeSender(address, rank=0)) as sender:
+        for _ in range(3):
+            sender.send(NoticeKind.REPORT)
+    sender.send(NoticeKind.REPORT)
