@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from nixl_engines import LIMIT_S
 from nixl_whole_engine import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, run_until
 
 from pdcore.connector.nixl.agent import TransferAgent
@@ -126,6 +127,6 @@ def is_idle(*engines: WholeEngine) -> bool:
     return not any(engine.scheduler.has_requests() for engine in engines)
 
 
-def run_idle(*engines: WholeEngine, limit_s: float = 10.0) -> None:
+def run_idle(*engines: WholeEngine, limit_s: float = LIMIT_S) -> None:
     """Run until both pools and all slots are as they were."""
     run_until(lambda: is_idle(*engines), *engines, limit_s=limit_s)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from nixl_engines import LIMIT_S
+
 from pdcore.clock import MonotonicClock
 from pdcore.connector import KVConnector
 from pdcore.connector.nixl import NixlConfig, NixlConnector
@@ -116,7 +118,9 @@ class WholeEngine:
         self.connector.close()
 
 
-def run_until(condition: Callable[[], bool], *engines: WholeEngine, limit_s: float = 20.0) -> None:
+def run_until(
+    condition: Callable[[], bool], *engines: WholeEngine, limit_s: float = LIMIT_S
+) -> None:
     """Step engines in turn, asleep when there is nothing to do, until a condition holds."""
     end = time.monotonic() + limit_s
     while not condition():

@@ -11,7 +11,7 @@ from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
 
 from pdcore.request import FinishReason
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

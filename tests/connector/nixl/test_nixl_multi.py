@@ -15,7 +15,7 @@ from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, Loopbac
 from pdcore.connector.nixl import NixlConfig, NixlConnector
 from pdcore.connector.offload import OffloadConfig, OffloadConnector
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 WIRES = ["nixl", "other"]
 

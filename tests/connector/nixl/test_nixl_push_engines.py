@@ -39,7 +39,7 @@ from pdcore.request import FinishReason, Request
 
 pytestmark = [
     pytest.mark.nixl,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.usefixtures("no_errors"),
 ]
 
@@ -55,8 +55,8 @@ def prefill() -> Iterator[WholeEngine]:
 
 @pytest.fixture
 def decode() -> Iterator[WholeEngine]:
-    """A decode engine with staging memory, which gives writers up after 1.5 s of silence."""
-    with closing(decode_engine(lease_s=1.5, request_timeout_s=1.0)) as engine:
+    """A decode engine with staging memory, which gives writers up after 4 s of silence."""
+    with closing(decode_engine(lease_s=4, request_timeout_s=2.0)) as engine:
         yield engine
 
 

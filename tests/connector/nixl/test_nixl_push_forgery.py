@@ -34,7 +34,7 @@ from pdcore.errors import InvalidTransferParams
 
 pytestmark = [
     pytest.mark.nixl,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.usefixtures("no_errors"),
 ]
 

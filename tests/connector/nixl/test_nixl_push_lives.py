@@ -16,7 +16,7 @@ from pdcore.request import FinishReason, Request
 
 pytestmark = [
     pytest.mark.nixl,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
     pytest.mark.usefixtures("no_errors"),
 ]
 

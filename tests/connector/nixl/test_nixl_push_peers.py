@@ -15,7 +15,7 @@ from pdcore.request import Request
 
 pytestmark = [
     pytest.mark.nixl,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.usefixtures("no_errors"),
 ]
 

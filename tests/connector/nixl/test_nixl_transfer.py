@@ -25,7 +25,7 @@ from pdcore.errors import ConfigError
 from pdcore.messages import TransferKey
 from pdcore.request import Request
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 PROMPT = list(range(30))
 BLOCKS = [5, 6, 7, 12, 11, 10, 9, 33]

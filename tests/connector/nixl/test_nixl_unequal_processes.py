@@ -11,7 +11,7 @@ from nixl_whole_process import WholeProcess, whole_process
 
 from pdcore.request import FinishReason, Request, RequestStatus
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 MAX_TOKENS = 6
 SMALL, LARGE = 4, 12

@@ -21,7 +21,7 @@ from pdcore.messages import LoadFailure, TransferKey, TransferReport
 from pdcore.request import FinishReason
 from pdcore.runner.executor import TransferReportMerger
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 NUM_BLOCKS = 64
 
