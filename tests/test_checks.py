@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pdcore import Limits, LRUBlockPool
+from pdcore.connector import MultiConnector
 from pdcore.connector.layout import KVLayout
 from pdcore.connector.nixl import NixlConfig
 from pdcore.connector.offload import OffloadConfig
@@ -34,6 +35,8 @@ SETTINGS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (KVCacheSpec, {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}),
     (KVLayout, LAYOUT),
 ]
+ODD = ["x", b"x", 5, -1, 1.5, True, [1], (1, 2), {}, {1: 2}, object(), float("nan"), None, [None]]
+ODD += [["x", 3], np.array([1, 2]), "two\nlines", "x" * 300, type, ...]
 NO_NUMBERS = ["x", b"x", [1], (1, 2), {}, object(), float("nan")]
 NO_COUNTS = [*NO_NUMBERS, 1.5, True, -1, 1 << 70, float("inf")]
 NO_SECONDS = [*NO_NUMBERS, True, -0.1, 10**400, 0, float("inf")]
@@ -78,6 +81,39 @@ def test_flags_are_true_or_false(make: Callable[..., Any], base: dict[str, Any],
     """A flag that is a string would be true whatever it says."""
     for value in (*NO_NUMBERS, None, 1, "False"):
         assert_refused(make, base, name, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "base", "name"),
+    [
+        pytest.param(make, base, field.name, id=f"{make.__name__}-{field.name}")
+        for make, base in SETTINGS
+        for field in attrs.fields(make)  # type: ignore[arg-type]
+    ],
+)
+def test_whatever_is_passed_is_taken_or_refused_by_name(
+    make: Callable[..., Any], base: dict[str, Any], name: str
+) -> None:
+    """No odd value, in whatever setting, raises anything but a ConfigError that names it; a setting
+    that is a string takes nothing else."""
+    kind = str({field.name: field.type for field in attrs.fields(make)}[name])  # type: ignore[arg-type]
+    for value in ODD:
+        refusal = None
+        try:
+            made = make(**base | {name: value})
+        except ConfigError as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert name in refusal
+        else:
+            assert kind != "str" or isinstance(getattr(made, name), str)
+
+
+@pytest.mark.parametrize("names", [{}, [], None, 5, {5: None}, {"a": None}, {"a/b": None}])
+def test_a_combined_connector_takes_a_mapping_to_connectors(names: Any) -> None:
+    """Anything else is refused when it is made, not when its halves are."""
+    with pytest.raises(ConfigError, match="connector"):
+        MultiConnector(names)
 
 
 @pytest.mark.parametrize("pool", [LRUBlockPool, NaiveBlockPool])

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from pdcore.errors import ConfigError
 
-__all__ = ["check_count", "check_flag", "check_not_negative", "check_positive", "check_share"]
+__all__ = [
+    "check_choice",
+    "check_count",
+    "check_flag",
+    "check_line",
+    "check_not_negative",
+    "check_positive",
+    "check_share",
+]
+
+_MAX_LINE = 256
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise `ConfigError` unless ``value`` is one of some strings."""
+    known = sorted(choices)
+    if not (isinstance(value, str) and value in known):
+        raise ConfigError(f"{name}={value!r:.80}: must be one of {', '.join(map(repr, known))}")
 
 
 def check_count(name: str, value: Any, *, at_least: int = 1) -> None:
@@ -34,6 +52,16 @@ def check_positive(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number above 0."""
     if not 0 < _as_float(value) < math.inf:
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number above 0")
+
+
+def check_line(name: str, value: Any, *, may_be_empty: bool = False) -> None:
+    """Raise `ConfigError` unless ``value`` is a string of printable characters, 256 at most."""
+    is_line = isinstance(value, str) and value.isprintable() and len(value) <= _MAX_LINE
+    if not is_line or not (value or may_be_empty):
+        least = 0 if may_be_empty else 1
+        raise ConfigError(
+            f"{name}={value!r:.80}: must be a string of {least} to {_MAX_LINE} printable characters"
+        )
 
 
 def check_not_negative(name: str, value: Any) -> None:

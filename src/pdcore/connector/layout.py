@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from pdcore.checks import check_count
+from pdcore.checks import check_count, check_line
 from pdcore.errors import ConfigError
 
 __all__ = ["KVLayout"]
@@ -30,7 +30,7 @@ class KVLayout:
         tp_rank, tp_size: which of how many tensor parallel ranks this is.
 
     Raises:
-        ConfigError: a count is below 1, or the rank is not one of ``tp_size``.
+        ConfigError: a name is no line, a count is below 1, or the rank is not one of ``tp_size``.
     """
 
     model: str
@@ -45,6 +45,8 @@ class KVLayout:
     tp_size: int = 1
 
     def __attrs_post_init__(self) -> None:
+        check_line("model", self.model)
+        check_line("dtype", self.dtype)
         counts = (
             "element_size",
             "num_layers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from pdcore.checks import check_count
+from pdcore.checks import check_choice, check_count
 from pdcore.errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "KVCacheConfig", "KVCacheSpec"]
@@ -36,8 +36,7 @@ class KVCacheSpec:
     def __attrs_post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             check_count(name, getattr(self, name))
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype={self.dtype!r}: must be one of {sorted(DTYPE_BYTES)}")
+        check_choice("dtype", self.dtype, DTYPE_BYTES)
         if self.sliding_window is not None:
             check_count("sliding_window", self.sliding_window)
 

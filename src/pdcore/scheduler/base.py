@@ -9,7 +9,7 @@ from typing import Literal
 
 import attrs
 
-from pdcore.checks import check_count, check_flag, check_positive, check_share
+from pdcore.checks import check_choice, check_count, check_flag, check_positive, check_share
 from pdcore.connector.stats import ConnectorStats
 from pdcore.errors import ConfigError
 from pdcore.messages import (
@@ -80,10 +80,7 @@ class Limits:
             check_positive(name, getattr(self, name))
         check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         check_share("max_quarantined_share", self.max_quarantined_share)
-        if self.on_load_failure not in ("recompute", "fail"):
-            raise ConfigError(
-                f"on_load_failure={self.on_load_failure!r}: must be 'recompute' or 'fail'"
-            )
+        check_choice("on_load_failure", self.on_load_failure, ("recompute", "fail"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "

@@ -35,18 +35,22 @@ class MultiConnector(KVConnector):
             same names for connectors that belong together; the order may differ.
 
     Raises:
-        ConfigError: there is no connector, or a name is not 1 to 64 printable characters, or has
-            a slash.
+        ConfigError: there is no connector, something is none, or a name is not 1 to 64 printable
+            characters, or has a slash.
     """
 
     def __init__(self, connectors: Mapping[str, KVConnector]) -> None:
-        if not connectors:
-            raise ConfigError("a MultiConnector needs at least one connector")
-        for name in connectors:
-            if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or "/" in name:
+        if not (isinstance(connectors, Mapping) and connectors):
+            raise ConfigError(
+                f"connectors={connectors!r:.80}: must be a mapping from names to at least one "
+                "connector"
+            )
+        for name, connector in connectors.items():
+            _check_name(name)
+            if not isinstance(connector, KVConnector):
                 raise ConfigError(
-                    f"{name!r:.100} cannot name a connector: use 1 to {_MAX_NAME} printable "
-                    "characters without a slash"
+                    f"connectors[{name!r}]={connector!r:.80}: must be a KVConnector, which makes "
+                    "its halves itself"
                 )
         self._connectors = dict(connectors)
 
@@ -58,4 +62,13 @@ class MultiConnector(KVConnector):
     def worker_side(self, rank: int = 0) -> MultiWorkerConnector:
         return MultiWorkerConnector(
             {name: each.worker_side(rank) for name, each in self._connectors.items()}
+        )
+
+
+def _check_name(name: object) -> None:
+    is_name = isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isprintable()
+    if not is_name or "/" in str(name):
+        raise ConfigError(
+            f"{name!r:.100} cannot name a connector: use 1 to {_MAX_NAME} printable "
+            "characters without a slash"
         )

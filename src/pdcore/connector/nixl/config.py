@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import attrs
 
-from pdcore.checks import check_count, check_positive
+from pdcore.checks import check_count, check_line, check_positive
 from pdcore.connector.nixl import checked
 from pdcore.connector.nixl.addresses import AllowedPeers, is_loopback
 from pdcore.errors import ConfigError
@@ -17,17 +16,17 @@ __all__ = ["NixlConfig"]
 _MIN_KEY_BYTES = 16
 # What parameters that peers send each other may say; see `TransferParams` and `PushParams`.
 _MAX_BLOCK_SIZE = 1 << 20
-_MAX_NAME = 256
 
 
 def _as_patterns(patterns: Iterable[str] | None) -> tuple[str, ...] | None:
-    if isinstance(patterns, str):
-        raise ConfigError(f"allowed_peers={patterns!r}: pass a list of patterns, not one string")
-    return None if patterns is None else tuple(patterns)
-
-
-def _is_line(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable() and len(value) <= _MAX_NAME
+    if patterns is None:
+        return None
+    if isinstance(patterns, str | bytes) or not isinstance(patterns, Iterable):
+        raise ConfigError(f"allowed_peers={patterns!r:.80}: must be a list of patterns, or None")
+    as_tuple = tuple(patterns)
+    for place, pattern in enumerate(as_tuple):
+        check_line(f"allowed_peers[{place}]", pattern, may_be_empty=True)
+    return as_tuple
 
 
 @attrs.frozen(kw_only=True)
@@ -106,12 +105,10 @@ class NixlConfig:
             raise ConfigError(f"block_size={self.block_size}: must be at most {_MAX_BLOCK_SIZE}")
         if self.lease_s > checked.MAX_LEASE_S:
             raise ConfigError(f"lease_s={self.lease_s!r}: must be at most {checked.MAX_LEASE_S:g}")
-        if not _is_line(self.engine_id):
-            raise ConfigError(
-                f"engine_id={self.engine_id!r:.300}: pass a line of at most {_MAX_NAME} characters"
-            )
-        if not _is_line(self.advertised_host):
-            raise ConfigError(f"advertised_host={self.advertised_host!r:.300}: pass a host name")
+        for name in ("engine_id", "advertised_host"):
+            check_line(name, getattr(self, name), may_be_empty=True)
+        for name in ("host", "doorbell_host"):
+            check_line(name, getattr(self, name))
         check_count("port", self.port, at_least=0)
         if not self.port < 65536:
             raise ConfigError(f"port={self.port}: pass 1..65535, or 0 for a free one")

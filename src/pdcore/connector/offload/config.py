@@ -14,7 +14,10 @@ __all__ = ["OffloadConfig"]
 
 
 def _as_path(directory: str | os.PathLike[str] | None) -> Path | None:
-    return None if directory is None else Path(directory)
+    try:
+        return None if directory is None else Path(directory)
+    except TypeError:
+        raise ConfigError(f"directory={directory!r:.80}: must be a path, or None") from None
 
 
 @attrs.frozen(kw_only=True)
