@@ -34,7 +34,6 @@ from pdcore import (
     SamplingParams,
     UnifiedScheduler,
 )
-from pdcore.connector import TransferStats
 from pdcore.errors import MissingExtra
 from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import Waker
@@ -170,18 +169,16 @@ def time_transfer(model: Path, device: str, dtype: str) -> Figures:
     """Read a long prompt's KV from one engine into another over NIXL."""
     from pdcore.connector.nixl import NixlConfig, NixlConnector
 
-    waker, engines, sides, workers = Waker(), [], [], []
+    waker, engines, sides = Waker(), [], []
     for name in ("prefill", "decode"):
         connector = NixlConnector(NixlConfig(block_size=BLOCK_SIZE, engine_id=name))
         worker, side = connector.worker_side(), connector.scheduler_side()
         engines.append(Engine(model, connector=worker, side=side, device=device, dtype=dtype))
         side.start(clock=MonotonicClock(), notify=waker)
         side.set_xfer_handshake_metadata([worker.get_handshake_metadata()])
-        workers.append(worker)
         sides.append(side)
     prefill, decode = engines
     rng = np.random.default_rng(2)
-    moved: list[TransferStats] = []
     for index in range(5):
         prompt = rng.integers(100, prefill.runner.vocab_size, 1000)
         name = str(index)
@@ -192,7 +189,7 @@ def time_transfer(model: Path, device: str, dtype: str) -> Figures:
         while decode.scheduler.status(name) is not None:
             decode.step()
             prefill.step()
-        moved += workers[1].take_transfer_stats()
+    moved = decode.scheduler.stats().connector.transfers
     for side, engine in zip(sides, engines, strict=True):
         side.close()
         engine.runner.close()

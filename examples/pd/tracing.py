@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from pdcore.connector.nixl.worker_side import NixlWorkerConnector
 from pdcore.connector.stats import TransferStats
 from pdcore.kvcache.base import BlockPool
 from pdcore.kvcache.holds import HoldReason
@@ -114,7 +113,6 @@ class TracedRunner(GPUModelRunner):
 
     Args:
         tracer: records in the lanes "worker", "device" and "kv transfer".
-        connector: the worker's half of the NIXL connector, or None.
         args, kwargs: as for `GPUModelRunner`. With ``keep_logits``, `candidates` is filled.
 
     Attributes:
@@ -122,16 +120,9 @@ class TracedRunner(GPUModelRunner):
         moved: reads that ended since somebody last looked; the runner appends, the reader pops.
     """
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        *args: Any,
-        connector: NixlWorkerConnector | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, connector=connector, **kwargs)
+    def __init__(self, tracer: Tracer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._tracer = tracer
-        self._nixl = connector
         self._timer = DeviceTimer(tracer, is_cuda=self._device.type == "cuda")
         self._name = ""
         self._tenants: dict[tuple[int, int], str] = {}
@@ -153,8 +144,7 @@ class TracedRunner(GPUModelRunner):
         if self._name:
             self._timer.record(self._name)
         self._record_candidates(result)
-        if self._nixl is not None:
-            self.moved.extend(self._nixl.take_transfer_stats())
+        self.moved.extend(result.transfer_report.measured)
         return result
 
     def _record_candidates(self, result: ModelRunnerOutput) -> None:

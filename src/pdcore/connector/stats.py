@@ -159,6 +159,8 @@ class LandingCounts:
         num_lost: claimed ones that brought nothing, or that nobody wanted.
         num_slots, num_free_slots: slots there are, and those that nobody uses, now.
         num_quarantined_slots: those that nobody wants and somebody may still write to, now.
+        num_overdue_slots: those of them whose writer should long have said that it stopped, and is
+            not known to be dead, now.
     """
 
     num_expected: int = 0
@@ -170,6 +172,7 @@ class LandingCounts:
     num_slots: int = 0
     num_free_slots: int = 0
     num_quarantined_slots: int = 0
+    num_overdue_slots: int = 0
 
 
 @attrs.frozen(kw_only=True)

@@ -69,7 +69,7 @@ def test_c12_a_prompt_that_is_here_already(prefill: WholeEngine, decode: WholeEn
     assert decode.ends["c1"].num_external_tokens == 32
     assert decode.ends["c2"].num_external_tokens == 0
     assert decode.ends["c2"].num_cached_tokens == 32
-    assert len(decode.worker.take_transfer_stats()) == 1
+    assert len(decode.scheduler.stats().connector.transfers) == 1
     run_until(lambda: prefill.num_free == NUM_BLOCKS - 1, prefill, limit_s=3)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -12,16 +12,23 @@ from nixl_whole_engine import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, prompts, run_
 
 from pdcore.connector import KVConnector, MultiConnector, NullConnector
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
-from pdcore.connector.nixl import NixlConfig, NixlConnector
+from pdcore.connector.multi.scheduler_side import MultiSchedulerConnector
+from pdcore.connector.nixl import NixlConfig, NixlConnector, NixlSchedulerConnector
 from pdcore.connector.offload import OffloadConfig, OffloadConnector
+from pdcore.errors import InvalidTransferParams
+from pdcore.request import Request
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 WIRES = ["nixl", "other"]
 
 
+NUM_SLOTS = 32
+
+
 def nixl() -> NixlConnector:
-    return NixlConnector(NixlConfig(block_size=BLOCK_SIZE))
+    slots = {"push_staging_bytes": NUM_SLOTS * 8 * BLOCK_SIZE}
+    return NixlConnector(NixlConfig(block_size=BLOCK_SIZE, **slots))
 
 
 @contextmanager
@@ -120,3 +127,92 @@ def test_what_came_over_the_wire_comes_back_from_host_memory(order: tuple[str, s
         assert decode.ends["again"].num_external_tokens > 0
         assert num_finished(decode) == {"host": 1, "nixl": 1}
         run_until(lambda: prefill.num_free == decode.num_free == NUM_BLOCKS - 1, prefill, decode)
+
+
+def with_null() -> KVConnector:
+    return MultiConnector({"none": NullConnector(), "nixl": nixl()})
+
+
+def with_host() -> KVConnector:
+    host = OffloadConnector(OffloadConfig(host_bytes=1 << 20))
+    return MultiConnector({"nixl": nixl(), "host": host})
+
+
+def with_another() -> KVConnector:
+    return MultiConnector({"nixl": nixl(), "other": nixl()})
+
+
+def nixl_half(engine: WholeEngine) -> NixlSchedulerConnector:
+    half = engine.connector
+    half = half.half("nixl") if isinstance(half, MultiSchedulerConnector) else half
+    assert isinstance(half, NixlSchedulerConnector)
+    return half
+
+
+@pytest.mark.parametrize("is_called_off", [False, True])
+@pytest.mark.parametrize(
+    ("for_prefill", "for_decode"),
+    [
+        (nixl, with_null),
+        (with_null, nixl),
+        (with_host, with_null),
+        (with_null, with_host),
+        (with_another, with_another),
+    ],
+)
+def test_a_prompt_is_pushed_by_one_of_several_connectors(
+    for_prefill: Callable[[], KVConnector],
+    for_decode: Callable[[], KVConnector],
+    is_called_off: bool,
+) -> None:
+    """Leave comes from NIXL's own half; what was sent is used, or not any more; all is idle."""
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 8}
+    with (
+        closing(WholeEngine(connector=for_prefill(), limits=limits)) as prefill,
+        closing(WholeEngine(connector=for_decode())) as decode,
+    ):
+        prompt = prompts(1, seed=9, shared=30)[0]
+        push_to = nixl_half(decode).expect_push(Request("any", prompt))
+        if for_prefill is with_another:
+            push_to = {"connectors": {"nixl": push_to}}
+        params = {"do_remote_decode": True, "push_to": json.loads(json.dumps(push_to))}
+        prefill.scheduler.pause()
+        prefill.add("a", prompt, max_tokens=1, params=params)
+        run_until(lambda: nixl_half(prefill).stats().pushes.num_started == 1, prefill)
+        prefill.scheduler.resume()
+        run_until(lambda: "a" in prefill.ends, prefill, decode)
+        if is_called_off:
+            run_until(lambda: nixl_half(prefill).stats().pushes.num_ended == 1, prefill, decode)
+            nixl_half(decode).call_off_push(push_to.get("connectors", {}).get("nixl", push_to))
+        ticket = prefill.ends["a"].kv_transfer_params
+        request = decode.add("a", prompt, max_tokens=9, params=json.loads(json.dumps(ticket)))
+        run_until(lambda: "a" in decode.ends, decode, prefill)
+        assert decode.tokens["a"] == decode.runner.solo_tokens(request)
+        stats = nixl_half(decode).stats()
+        num_read = sum(transfer.num_blocks for transfer in stats.transfers)
+        assert (stats.landings.num_used, num_read > 0) == (not is_called_off, is_called_off)
+        assert decode.connector.stats().landings.num_used == stats.landings.num_used
+        run_until(lambda: prefill.num_free == decode.num_free == NUM_BLOCKS - 1, prefill, decode)
+        run_until(
+            lambda: nixl_half(decode).stats().landings.num_free_slots == NUM_SLOTS, prefill, decode
+        )
+        assert not prefill.scheduler.has_requests()
+
+
+@pytest.mark.parametrize(
+    ("push_to", "reason"),
+    [
+        ({"connectors": {"nixl": {"expects_push": True}}}, "push_to are of version None"),
+        ({"connectors": {"neither": {}}}, "push_to are for a connector 'neither'"),
+        ({"connectors": []}, "missing or malformed"),
+        ({"connectors": {"nixl": 5}}, "expected a mapping"),
+    ],
+)
+def test_leave_for_one_of_several_that_is_none(push_to: Any, reason: str) -> None:
+    """The request is refused, and no connector keeps anything of it."""
+    with closing(WholeEngine(connector=with_another())) as prefill:
+        with pytest.raises(InvalidTransferParams, match=reason):
+            prefill.add(
+                "a", [1, 2, 3], max_tokens=1, params={"do_remote_decode": True, "push_to": push_to}
+            )
+        assert not prefill.scheduler.has_requests()

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdcore.errors import InvalidTransferParams
 
-__all__ = ["is_joined", "join_params", "split_params"]
+__all__ = ["is_joined", "join_params", "named_parts", "split_params"]
 
 _VERSION = 1
 _KIND = "multi"
@@ -57,21 +57,37 @@ def split_params(
             f"kv_transfer_params of several connectors are of version {version!r:.80}, this engine "
             f"reads version {_VERSION}: run the same pdcore on both engines"
         )
-    parts = params.get("connectors")
-    if params.get("do_remote_prefill") is not True or not isinstance(parts, Mapping) or not parts:
+    if params.get("do_remote_prefill") is not True:
         raise InvalidTransferParams(
-            f"kv_transfer_params['connectors']={parts!r:.80} is missing or malformed. "
+            "kv_transfer_params['do_remote_prefill'] is missing or malformed. "
             "Pass on what the prefill engine returned, unchanged."
+        )
+    return named_parts(params, known_names)
+
+
+def named_parts(
+    params: Mapping[str, Any], known_names: Collection[str], *, what: str = "kv_transfer_params"
+) -> dict[str, Mapping[str, Any]]:
+    """Whose part of parameters is whose, by name; ``what`` says in messages what they are.
+
+    Raises:
+        InvalidTransferParams: they are malformed, or for a connector that is not here.
+    """
+    parts = params.get("connectors")
+    if not isinstance(parts, Mapping) or not parts:
+        raise InvalidTransferParams(
+            f"{what}['connectors']={parts!r:.80} is missing or malformed. "
+            "Pass on what the other engine returned, unchanged."
         )
     for name, part in parts.items():
         if name not in known_names:
             raise InvalidTransferParams(
-                f"kv_transfer_params are for a connector {name!r:.80}, this engine has "
+                f"{what} are for a connector {name!r:.80}, this engine has "
                 f"{', '.join(map(repr, known_names))}: give the connectors of both engines the "
                 "same names"
             )
         if not isinstance(part, Mapping):
             raise InvalidTransferParams(
-                f"kv_transfer_params['connectors'][{name!r}]={part!r:.80}: expected a mapping"
+                f"{what}['connectors'][{name!r}]={part!r:.80}: expected a mapping"
             )
     return dict(parts)

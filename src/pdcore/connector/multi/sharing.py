@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
 
 from pdcore.connector.base import ExternalMatch, SchedulerConnector
-from pdcore.connector.multi.params import is_joined, split_params
+from pdcore.connector.multi.params import is_joined, named_parts, split_params
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import InvalidTransferParams
 from pdcore.request import Request
@@ -65,7 +65,7 @@ class Offers:
         rest: dict[str, Any] | None = None
         if asks_for_hand_over(params):
             if params.get("do_remote_prefill") is not True:
-                return cls(plain=request, made={})
+                return cls._to_push(request, halves.keys())
             rest = {"do_remote_decode": True}
         plain = attrs.evolve(request, kv_transfer_params=rest)
         if is_joined(params):
@@ -82,6 +82,20 @@ class Offers:
                 f"connectors {', '.join(map(repr, halves))}: prefill and decode must use the same"
             )
         return cls(plain=plain, made=made, is_choice=True)
+
+    @classmethod
+    def _to_push(cls, request: Request, names: Collection[str]) -> Offers:
+        """A prompt to hand over: leave to push that names a connector is for that one alone."""
+        params = request.kv_transfer_params or {}
+        push_to = params.get("push_to")
+        if not isinstance(push_to, Mapping) or "connectors" not in push_to:
+            return cls(plain=request, made={})
+        rest = {name: value for name, value in params.items() if name != "push_to"}
+        made = {
+            name: attrs.evolve(request, kv_transfer_params={**rest, "push_to": leave})
+            for name, leave in named_parts(push_to, names, what="push_to").items()
+        }
+        return cls(plain=attrs.evolve(request, kv_transfer_params=rest), made=made)
 
 
 def _recognizes(name: str, half: SchedulerConnector, params: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from pdcore.connector.nixl.compatibility import must_reshape
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.meta import PeerInfo, RankEndpoint
-from pdcore.connector.nixl.params import TransferParams
+from pdcore.connector.nixl.peer_params import PeerParams
 from pdcore.connector.nixl.protocol import (
     Accept,
     Answer,
@@ -24,7 +24,6 @@ from pdcore.connector.nixl.protocol import (
     Release,
     Renew,
 )
-from pdcore.connector.nixl.push_params import PushParams
 from pdcore.errors import HandshakeRefused, PeerLost
 
 __all__ = ["PeerLink"]
@@ -50,7 +49,7 @@ class PeerLink:
 
     def __init__(
         self,
-        params: TransferParams | PushParams,
+        params: PeerParams,
         *,
         name: EngineName,
         config: NixlConfig,
@@ -59,8 +58,9 @@ class PeerLink:
         self._peer_id = params.peer_id
         self._config = config
         self._endpoints = endpoints
-        peer = EngineName(engine_id=params.engine_id, epoch=params.epoch)
-        self._client = PeerClient(params.host, params.port, peer=peer, name=name, config=config)
+        self._client = PeerClient(
+            params.host, params.port, peer=params.engine, name=name, config=config
+        )
         self._handshake: asyncio.Task[PeerInfo] | None = None
         self._info: PeerInfo | None = None
         self.num_users = 0

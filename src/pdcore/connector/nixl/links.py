@@ -10,8 +10,7 @@ from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.link import PeerLink
 from pdcore.connector.nixl.meta import RankEndpoint
-from pdcore.connector.nixl.params import TransferParams
-from pdcore.connector.nixl.push_params import PushParams
+from pdcore.connector.nixl.peer_params import PeerParams
 
 __all__ = ["PeerLinks"]
 
@@ -44,7 +43,7 @@ class PeerLinks:
         self._entries: dict[tuple[str, int, str], _Entry] = {}
         self.endpoints: tuple[RankEndpoint, ...] = ()
 
-    def get(self, params: TransferParams | PushParams) -> PeerLink:
+    def get(self, params: PeerParams) -> PeerLink:
         """The link to a ticket's or push's engine, for one more user; see `PeerLink.num_users`."""
         now = self._clock.now()
         self._let_go_unused(now)

@@ -6,14 +6,13 @@ They pass through routers and clients, so they are taken for what they are: word
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
-import numpy as np
 
 from pdcore.connector.nixl import checked
-from pdcore.connector.nixl.addresses import AllowedPeers
-from pdcore.connector.nixl.signing import PlainForm, as_shortest
+from pdcore.connector.nixl.peer_params import PeerParams, as_tuple
+from pdcore.connector.nixl.signing import PlainForm
 from pdcore.connector.ticket_contents import TicketContents
 
 __all__ = ["PARAMS_VERSION", "TransferParams"]
@@ -21,26 +20,10 @@ __all__ = ["PARAMS_VERSION", "TransferParams"]
 PARAMS_VERSION: Final = 1
 _MAX_NUM_BLOCKS = 1 << 20
 _MAX_NUM_TOKENS = 1 << 31
-_FORM = PlainForm(
-    name="kv_transfer_params",
-    flag="do_remote_prefill",
-    version=PARAMS_VERSION,
-    origin="the prefill engine",
-    misfit=(
-        "kv_transfer_params must be a mapping with do_remote_prefill=True (to read KV from a "
-        "prefill engine) or do_remote_decode=True (to prefill for a decode engine)"
-    ),
-)
-
-
-def _as_tuple(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 @attrs.frozen(kw_only=True)
-class TransferParams:
+class TransferParams(PeerParams):
     """A ticket to read one prompt's KV from one engine.
 
     Args:
@@ -61,25 +44,27 @@ class TransferParams:
         ValueError: a field is not what it should be; `from_dict` makes it `InvalidTransferParams`.
     """
 
-    engine_id: str = attrs.field(validator=checked.text())
-    epoch: str = attrs.field(validator=checked.text())
+    form: ClassVar[PlainForm] = PlainForm(
+        name="kv_transfer_params",
+        flag="do_remote_prefill",
+        version=PARAMS_VERSION,
+        origin="the prefill engine",
+        misfit=(
+            "kv_transfer_params must be a mapping with do_remote_prefill=True (to read KV from a "
+            "prefill engine) or do_remote_decode=True (to prefill for a decode engine)"
+        ),
+    )
+
     transfer_id: str = attrs.field(validator=checked.text())
-    host: str = attrs.field(validator=checked.text())
-    port: int = attrs.field(validator=checked.integer(1, 65535))
     block_ids: tuple[int, ...] = attrs.field(
-        converter=_as_tuple, validator=checked.int_list(2**31 - 1, max_length=_MAX_NUM_BLOCKS)
+        converter=as_tuple, validator=checked.int_list(2**31 - 1, max_length=_MAX_NUM_BLOCKS)
     )
     generations: tuple[int, ...] = attrs.field(
-        converter=_as_tuple, validator=checked.int_list(2**63 - 1, max_length=_MAX_NUM_BLOCKS)
+        converter=as_tuple, validator=checked.int_list(2**63 - 1, max_length=_MAX_NUM_BLOCKS)
     )
     num_tokens: int = attrs.field(validator=checked.integer(1, _MAX_NUM_TOKENS))
-    block_size: int = attrs.field(validator=checked.integer(1, 1 << 20))
     fingerprint: str = attrs.field(validator=checked.text(max_length=1024, allow_empty=True))
     tp_size: int = attrs.field(validator=checked.integer(1, 4096))
-    lease_s: float = attrs.field(
-        converter=as_shortest, validator=checked.seconds(checked.MAX_LEASE_S)
-    )
-    prompt_digest: str = attrs.field(validator=checked.hex_digits(64))
     push_id: str = attrs.field(default="", validator=checked.text(allow_empty=True))
     version: int = attrs.field(
         default=PARAMS_VERSION, validator=checked.integer(PARAMS_VERSION, PARAMS_VERSION)
@@ -94,49 +79,11 @@ class TransferParams:
             )
 
     @property
-    def peer_id(self) -> str:
-        """Names one life of one engine."""
-        return f"{self.engine_id}:{self.epoch}"
-
-    @property
     def contents(self) -> TicketContents:
         """What the ticket stands for."""
         return TicketContents.of(self)
 
-    def to_dict(self, *, key: bytes | None = None) -> dict[str, Any]:
-        """Return plain data that survives JSON, signed when there is a key."""
-        data = attrs.asdict(self)
-        data["block_ids"] = list(self.block_ids)
-        data["generations"] = list(self.generations)
-        return _FORM.write(data, key)
-
-    @staticmethod
-    def look_like(data: Mapping[str, Any]) -> bool:
-        """Whether a stranger's parameters may be such: other connectors' name their kind."""
-        return data.get(_FORM.flag) is True and "kind" not in data
-
     @classmethod
-    def from_dict(
-        cls,
-        data: Mapping[str, Any],
-        *,
-        key: bytes | None = None,
-        allowed_peers: AllowedPeers | None = None,
-        max_num_bytes: int = 1 << 20,
-    ) -> TransferParams:
-        """Check a stranger's parameters and return them.
-
-        Args:
-            data: what `to_dict` made, or what somebody wants to pass for it.
-            key: when given, the signature must be right.
-            allowed_peers: which addresses are acceptable. The default list gives way to a
-                signature; a list that was configured holds in any case.
-            max_num_bytes: how large the parameters may be, as JSON.
-
-        Raises:
-            InvalidTransferParams: they are malformed, too large, of an unknown version, not signed
-                as they should be, or name an address that is not allowed.
-        """
-        return _FORM.read(
-            cls, data, key=key, allowed_peers=allowed_peers, max_num_bytes=max_num_bytes
-        )
+    def look_like(cls, data: Mapping[str, Any]) -> bool:
+        """Whether a stranger's parameters may be such: other connectors' name their kind."""
+        return data.get(cls.form.flag) is True and "kind" not in data

@@ -20,12 +20,12 @@ from pdcore.connector.nixl.driver import (
     TicketDriver,
     TicketLost,
 )
-from pdcore.connector.nixl.landing_desk import LandingDesk
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta, ReadTask
 from pdcore.connector.nixl.orders import WorkerOrders
 from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.pull import Pull, PullState
+from pdcore.connector.nixl.push.landing_desk import LandingDesk
 from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import InvalidTransferParams, TransferError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport

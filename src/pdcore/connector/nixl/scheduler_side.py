@@ -24,14 +24,14 @@ from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.engine_name import EngineName
 from pdcore.connector.nixl.handing_over import HandOverDesk
-from pdcore.connector.nixl.landing_desk import LandingDesk
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta
 from pdcore.connector.nixl.notices import NoticeKind, NoticeListener
 from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.protocol import Claim, Message, PushEnded, Pushing
 from pdcore.connector.nixl.pulling import PullDesk
-from pdcore.connector.nixl.push_desk import PushDesk
+from pdcore.connector.nixl.push.desk import PushDesk
+from pdcore.connector.nixl.push.landing_desk import LandingDesk
 from pdcore.connector.nixl.server import SideChannelServer, bind
 from pdcore.connector.nixl.worker_side import WorkerHandshake
 from pdcore.connector.stats import ConnectorStats
@@ -241,6 +241,7 @@ class NixlSchedulerConnector(SchedulerConnector):
     def rebuild_connector_meta(self, meta: NixlMeta | None) -> None:
         if meta is not None:
             self._parts.pulls.retake_orders(meta)
+            self._parts.pushes.retake(meta.pushes)
 
     def request_finished(
         self, request: Request, uid: int, blocks: FinishedBlocks
@@ -324,10 +325,10 @@ class NixlSchedulerConnector(SchedulerConnector):
             logger.warning("the NIXL side channel closed before every peer was told")
         parts.links.close()
 
-    def _answer(self, request: Message, sender: str) -> Message:
+    async def _answer(self, request: Message, sender: str) -> Message:
         """Answer a peer. On the control thread."""
         if isinstance(request, Claim | Pushing | PushEnded):
-            return self._parts.landings.answer(request, sender)
+            return await self._parts.landings.answer(request, sender)
         return self._parts.hand_overs.answer(request, sender)
 
     def _with_doorbell(self, orders: NixlMeta) -> NixlMeta:

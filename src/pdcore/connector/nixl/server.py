@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from pdcore.connector.nixl.channel import Channel, client_proof, is_proof, new_nonce, server_proof
 from pdcore.connector.nixl.config import NixlConfig
@@ -31,8 +31,9 @@ _MAX_FRAME_BYTES = 1 << 20
 _IDLE_FACTOR = 4
 
 
-Handler = Callable[[Message, str], Message]
-"""Takes a request and its sender's `EngineName.peer_id`; returns the reply. Must not block."""
+Handler = Callable[[Message, str], Awaitable[Message]]
+"""Takes a request and its sender's `EngineName.peer_id`; returns the reply. Must not block, and may
+wait for a fraction of the request timeout."""
 
 _GONE = (OSError, EOFError, TimeoutError)
 
@@ -182,13 +183,13 @@ class SideChannelServer:
         idle_s = _IDLE_FACTOR * max(self._config.lease_s, timeout_s)
         while True:
             request = await channel.receive(timeout_s=timeout_s, idle_s=idle_s)
-            await channel.send(self._reply(request, sender), timeout_s=timeout_s)
+            await channel.send(await self._reply(request, sender), timeout_s=timeout_s)
 
-    def _reply(self, request: Message, sender: str) -> Message:
+    async def _reply(self, request: Message, sender: str) -> Message:
         try:
-            return self._handle(request, sender)
+            return await self._handle(request, sender)
         except TransferError as error:
             return Refusal(reason=str(error))
         except Exception:
             logger.exception("the side channel could not answer a %s", type(request).__name__)
-            return Refusal(reason="an internal error of the prefill engine")
+            return Refusal(reason="an internal error, which its log has")

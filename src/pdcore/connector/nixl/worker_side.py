@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections import deque
 from functools import partial
 
 import attrs
@@ -12,12 +11,12 @@ import attrs
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.connector.nixl.config import NixlConfig
-from pdcore.connector.nixl.landing_area import LandingArea
-from pdcore.connector.nixl.life_sign import LifeSign
 from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import Doorbell, NixlMeta, PeerInfo, RankEndpoint, ReadTask
 from pdcore.connector.nixl.notices import NO_TRANSFER, NoticeKind, NoticeSender
-from pdcore.connector.nixl.push_writers import PushWriters
+from pdcore.connector.nixl.push.landing_area import LandingArea
+from pdcore.connector.nixl.push.life_sign import LifeSign
+from pdcore.connector.nixl.push.writers import PushWriters
 from pdcore.connector.nixl.reader import PeerReader, ReadResult
 from pdcore.connector.nixl.reshaping_reader import ReshapingReader
 from pdcore.connector.nixl.serving import ServingAgent
@@ -31,7 +30,6 @@ __all__ = ["NixlWorkerConnector", "WorkerHandshake"]
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
-_MAX_NUM_MEASURED = 1024
 _MAX_FINGERPRINT = 1024
 
 
@@ -77,7 +75,6 @@ class NixlWorkerConnector(WorkerConnector):
         self._owners: dict[TransferKey, PeerReader | ReshapingReader] = {}
         self._results: queue.SimpleQueue[ReadResult] = queue.SimpleQueue()
         self._unknown: list[LoadFailure] = []
-        self._stats: deque[TransferStats] = deque(maxlen=_MAX_NUM_MEASURED)
         self._notices: NoticeSender | None = None
         self._landing: LandingArea | None = None
         self._life: LifeSign | None = None
@@ -178,20 +175,12 @@ class NixlWorkerConnector(WorkerConnector):
                 finished.append(result.task.transfer)
             else:
                 failed.append(_as_failure(result.task, result.cause))
-        self._stats.extend(measured)
         return TransferReport(
             finished_recving=tuple(finished),
             failed=tuple(failed),
             measured=tuple(measured),
             pushed=() if self._pushes is None else self._pushes.take_reports(),
         )
-
-    def take_transfer_stats(self) -> tuple[TransferStats, ...]:
-        """Return the measurements of reads that were reported since the last call, the newest
-        thousand of them."""
-        stats = tuple(self._stats)
-        self._stats.clear()
-        return stats
 
     def close(self) -> None:
         """Stop every read, close every agent, join every thread. May be called twice."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from pdcore.connector.base import FinishedBlocks
 from pdcore.connector.nixl.meta import PeerInfo, PushTask
-from pdcore.connector.nixl.push_params import PushParams
+from pdcore.connector.nixl.push.params import PushParams
 from pdcore.messages import NewRequestData, PushReport
 from pdcore.request import Request
 
@@ -102,6 +102,11 @@ class Push:
             block_ids=np.array([self.table[place] for place in range(first, end)], np.int32),
             slots=np.array(self.params.slots[first:end], np.int32),
         )
+
+    def retake(self, task: PushTask) -> None:
+        """A task never reached a worker: what it was to send is ordered again."""
+        if task.attempt == self.attempt:
+            self.num_ordered = min(self.num_ordered, task.first)
 
     def hand_over(self, ticket_id: str, blocks: FinishedBlocks) -> None:
         """The request ended with a hand-over of these blocks."""

@@ -10,8 +10,8 @@ from nixl_engines import a_request
 
 from pdcore.connector.base import FinishedBlocks
 from pdcore.connector.nixl.meta import PeerInfo
-from pdcore.connector.nixl.push import Push
-from pdcore.connector.nixl.push_params import PushParams
+from pdcore.connector.nixl.push.params import PushParams
+from pdcore.connector.nixl.push.push import Push
 from pdcore.messages import NewRequestData, PushReport
 from pdcore.request import FinishReason, SamplingParams
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
-from typing import Any
-
-import attrs
-import numpy as np
-import numpy.typing as npt
 
 from pdcore.clock import Clock
-from pdcore.connector.nixl.agent import TransferAgent
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.memory import MemoryRegion
-from pdcore.connector.nixl.meta import PeerInfo, PushStop, PushTask, ReadTask
-from pdcore.connector.nixl.reader import PeerReader, ReadResult
+from pdcore.connector.nixl.meta import PeerInfo, PushStop, PushTask
+from pdcore.connector.nixl.mover import MoveResult
+from pdcore.connector.nixl.push.rank_push import RankPush
+from pdcore.connector.nixl.push.writer import PeerWriter, Write
 from pdcore.errors import TransferError
 from pdcore.messages import PushReport, TransferKey
 
@@ -26,44 +21,6 @@ __all__ = ["PushWriters"]
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
-
-
-class _PeerWriter(PeerReader):
-    """Writes to one peer as `PeerReader` reads from one; all else is the same."""
-
-    def _post(
-        self,
-        agent: TransferAgent,
-        local_ids: npt.NDArray[np.int32],
-        remote_ids: npt.NDArray[np.int32],
-    ) -> tuple[Any, bool]:
-        return agent.post_write(local_ids, remote_ids)
-
-
-@attrs.define(eq=False, kw_only=True)
-class _Push:
-    """What this rank knows of one push.
-
-    Args:
-        serial: names its writes to the writer.
-        attempt: the newest beginning that blocks were ordered of.
-        num_done: how many blocks of it, from the first on, arrived.
-        waiting: what is still to be sent, in order.
-        flying: what is being written, or None.
-        cause: why nothing more is sent, or empty.
-        was_cut: whether a write ended by force.
-        must_report: whether its end was asked for.
-    """
-
-    push_id: str
-    serial: int
-    attempt: int = 0
-    num_done: int = 0
-    waiting: deque[PushTask] = attrs.field(factory=deque)
-    flying: PushTask | None = None
-    cause: str = ""
-    was_cut: bool = False
-    must_report: bool = False
 
 
 class PushWriters:
@@ -100,15 +57,16 @@ class PushWriters:
         self._lock = threading.Lock()
         self._due: tuple[PushTask, ...] = ()
         self._due_stops: tuple[PushStop, ...] = ()
-        self._pushes: dict[str, _Push] = {}
-        self._by_serial: dict[int, _Push] = {}
+        self._pushes: dict[str, RankPush] = {}
+        self._by_serial: dict[int, RankPush] = {}
         self._num_pushes = 0
-        self._writers: dict[str, _PeerWriter] = {}
+        self._writers: dict[str, PeerWriter] = {}
         self._reports: list[PushReport] = []
         self._is_closed = False
 
     def order(self, tasks: tuple[PushTask, ...], stops: tuple[PushStop, ...]) -> None:
-        """Take a step's orders. What an earlier step that failed had ordered is forgotten."""
+        """Take a step's orders; `send` begins them. Orders of an earlier step that never came to
+        `send`, because its forward pass failed, are forgotten."""
         self._due, self._due_stops = tasks, stops
 
     def send(self) -> None:
@@ -145,7 +103,7 @@ class PushWriters:
             push = self._pushes.get(task.push_id)
             if push is None:
                 self._num_pushes += 1
-                push = _Push(push_id=task.push_id, serial=self._num_pushes)
+                push = RankPush(push_id=task.push_id, serial=self._num_pushes)
                 self._pushes[task.push_id] = self._by_serial[push.serial] = push
             if task.attempt != push.attempt:
                 push.attempt, push.num_done = task.attempt, 0
@@ -175,7 +133,7 @@ class PushWriters:
                 push.cause = push.cause or "nobody wants it any more"
         self._advance(push)
 
-    def _advance(self, push: _Push) -> None:
+    def _advance(self, push: RankPush) -> None:
         """Begin the next write of a push, or report that there is none."""
         with self._lock:
             if push.flying is not None:
@@ -189,19 +147,17 @@ class PushWriters:
                 return
         try:
             self._writer_for(task.peer).submit(
-                ReadTask(
+                Write(
                     transfer=TransferKey(push.serial, task.attempt),
-                    peer=task.peer,
                     local_block_ids=task.block_ids,
                     remote_block_ids=task.slots,
-                    num_local_tokens=0,
                 )
             )
         except Exception as error:
             logger.exception("no writer for %s", task.peer.name)
             self._write_ended(push, task, f"no writer for {task.peer.name}: {error!r}")
 
-    def _report(self, push: _Push) -> None:
+    def _report(self, push: RankPush) -> None:
         if not push.must_report:
             return
         del self._pushes[push.push_id], self._by_serial[push.serial]
@@ -217,7 +173,7 @@ class PushWriters:
         )
         self._notify()
 
-    def _writer_for(self, peer: PeerInfo) -> _PeerWriter:
+    def _writer_for(self, peer: PeerInfo) -> PeerWriter:
         """Called by whoever sends next: the worker's thread, or a writer's own for its own peer."""
         with self._lock:
             if self._is_closed:
@@ -225,7 +181,7 @@ class PushWriters:
             writer = self._writers.get(peer.peer_id)
             if writer is None:
                 self._retire_idle()
-                writer = self._writers[peer.peer_id] = _PeerWriter(
+                writer = self._writers[peer.peer_id] = PeerWriter(
                     self._region,
                     peer,
                     rank=self._rank,
@@ -243,7 +199,7 @@ class PushWriters:
                 writer.stop()
                 del self._writers[peer_id]
 
-    def _take_result(self, result: ReadResult) -> None:
+    def _take_result(self, result: MoveResult[Write]) -> None:
         """A write ended. On a writer's thread."""
         with self._lock:
             push = self._by_serial[result.task.transfer.uid]
@@ -251,7 +207,7 @@ class PushWriters:
         assert task is not None
         self._write_ended(push, task, result.cause)
 
-    def _write_ended(self, push: _Push, task: PushTask, cause: str) -> None:
+    def _write_ended(self, push: RankPush, task: PushTask, cause: str) -> None:
         with self._lock:
             push.flying = None
             if cause:

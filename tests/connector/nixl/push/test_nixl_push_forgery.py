@@ -24,11 +24,11 @@ from nixl_pushes import (
 )
 from nixl_whole_engine import WholeEngine, prompts, run_until
 
-from pdcore.connector.nixl.landing_desk import LandingDesk
 from pdcore.connector.nixl.link import PeerLink
 from pdcore.connector.nixl.meta import PeerInfo
 from pdcore.connector.nixl.protocol import Claim, Message, ProtocolError, PushEnded
-from pdcore.connector.nixl.push_params import PushParams
+from pdcore.connector.nixl.push.landing_desk import LandingDesk
+from pdcore.connector.nixl.push.params import PushParams
 from pdcore.connector.stats import LandingCounts
 from pdcore.errors import InvalidTransferParams
 
@@ -195,15 +195,15 @@ def test_messages_that_get_lost_or_come_twice(
     """The end is told until it is answered; a claim that is not answered costs a read."""
     answer, num_lost = LandingDesk.answer, 0
 
-    def answer_late(desk: LandingDesk, message: Any, sender: str) -> Message:
+    async def answer_late(desk: LandingDesk, message: Any, sender: str) -> Message:
         nonlocal num_lost
         if isinstance(message, kind) and num_lost < 2:
             num_lost += 1
             # The first question gets lost, then an answer.
             if num_lost == 2:
-                answer(desk, message, sender)
+                await answer(desk, message, sender)
             raise ProtocolError("lost")
-        return answer(desk, message, sender)
+        return await answer(desk, message, sender)
 
     monkeypatch.setattr(LandingDesk, "answer", answer_late)
     begin(prefill, "a", PROMPT, expect(decode, PROMPT))

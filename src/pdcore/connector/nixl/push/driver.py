@@ -6,56 +6,20 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import attrs
-
 from pdcore.clock import Clock
 from pdcore.connector.nixl.client import PeerRestarted
 from pdcore.connector.nixl.link import PeerLink
-from pdcore.connector.nixl.meta import PeerInfo
 from pdcore.connector.nixl.protocol import Answer, Claim, PushEnded, Pushing
-from pdcore.connector.nixl.push_params import PushParams
+from pdcore.connector.nixl.push.facts import Claimed, ClaimFailed, NotWanted, PushFact, PushTold
+from pdcore.connector.nixl.push.params import PushParams
 from pdcore.errors import HandshakeRefused, PeerLost
 
-__all__ = ["ClaimFailed", "Claimed", "NotWanted", "PushDriver", "PushFact", "PushTold"]
+__all__ = ["PushDriver"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_TELLING_S = 600.0
 _MAX_PAUSE_S = 5.0
-
-
-@attrs.frozen(kw_only=True)
-class Claimed:
-    """The peer agreed; this is its staging memory."""
-
-    uid: int
-    peer: PeerInfo
-
-
-@attrs.frozen(kw_only=True)
-class ClaimFailed:
-    """The peer did not agree, or could not be asked."""
-
-    uid: int
-    cause: str
-
-
-@attrs.frozen(kw_only=True)
-class NotWanted:
-    """The peer wants no more of it, or is gone."""
-
-    uid: int
-    cause: str
-
-
-@attrs.frozen(kw_only=True)
-class PushTold:
-    """The peer knows of the end, or will never know."""
-
-    uid: int
-
-
-PushFact = Claimed | ClaimFailed | NotWanted | PushTold
 
 
 class PushDriver:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from pdcore.clock import VirtualClock
-from pdcore.connector.nixl.landings import LandingRegistry
+from pdcore.connector.nixl.push.landing import Suspect
+from pdcore.connector.nixl.push.landings import LandingRegistry
 
-LEASE_S, LINGER_S = 10.0, 5.0
+LEASE_S, LINGER_S, OVERDUE_S = 10.0, 5.0, 60.0
 DIGEST = "ab" * 32
 P, Q = "p:1", "q:1"
 
@@ -25,7 +26,11 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def registry(clock: VirtualClock) -> LandingRegistry:
     """Eight slots."""
-    return LandingRegistry(clock, num_slots=8, linger_s=LINGER_S)
+    return a_registry(clock)
+
+
+def a_registry(clock: VirtualClock, num_slots: int = 8) -> LandingRegistry:
+    return LandingRegistry(clock, num_slots=num_slots, linger_s=LINGER_S, overdue_s=OVERDUE_S)
 
 
 def expect(registry: LandingRegistry, push_id: str, num: int = 4) -> tuple[int, ...]:
@@ -186,17 +191,69 @@ def test_an_end_before_the_claim(registry: LandingRegistry) -> None:
 
 def test_death_must_be_proven(registry: LandingRegistry, clock: VirtualClock) -> None:
     """A silent writer is looked for once it was reached; after its death the slots linger."""
-    claim(registry, "a", expect(registry, "a"))
-    clock.advance(LEASE_S)
+    slots = expect(registry, "a")
+    claim(registry, "a", slots)
+    clock.advance(LEASE_S * 0.9)
     assert registry.suspects() == ()
-    registry.seen_alive("a")
+    claim(registry, "a", slots, was_seen_alive=True)
+    assert registry.suspects() == ()
+    clock.advance(LEASE_S)
     (suspect,) = registry.suspects()
-    assert (suspect.life_host, suspect.life_ports) == ("127.0.0.1", (1,))
-    registry.writer_died("a")
+    assert suspect == Suspect(writer=P, life_host="127.0.0.1", life_ports=(1,))
+    assert registry.writer_died(suspect) == ("a",)
     clock.advance(LINGER_S * 0.9)
     assert registry.counts().num_free_slots == 4
     clock.advance(LINGER_S * 0.1)
     assert registry.counts().num_free_slots == 8
+
+
+def test_a_death_ends_all_pushes_of_an_engine(
+    registry: LandingRegistry, clock: VirtualClock
+) -> None:
+    """It is one look and one proof, however many pushes the engine had; others are not touched."""
+    for push_id, writer in {"a": P, "b": P, "c": Q}.items():
+        claim(registry, push_id, expect(registry, push_id, 2), writer=writer, was_seen_alive=True)
+    end(registry, "a")
+    claim(registry, "d", expect(registry, "d", 2), was_seen_alive=True)
+    clock.advance(LEASE_S * 0.9)
+    suspects = {suspect.writer: suspect for suspect in registry.suspects()}
+    assert suspects.keys() == {P, Q}
+    assert registry.writer_died(suspects[P]) == ("b", "d")
+    assert registry.is_landing("c", writer=Q)
+    assert len(take(registry, "a")) == 2
+
+
+def test_a_quarantine_that_lasts(registry: LandingRegistry, clock: VirtualClock) -> None:
+    """Slots whose writer should have ended are counted and told once, until it does."""
+    claim(registry, "a", expect(registry, "a"))
+    clock.advance(LEASE_S)
+    registry.counts()
+    clock.advance(OVERDUE_S * 0.99)
+    assert (registry.counts().num_overdue_slots, registry.take_overdue()) == (0, ())
+    clock.advance(OVERDUE_S * 0.01)
+    (overdue,) = registry.take_overdue()
+    assert (overdue.push_id, registry.take_overdue()) == ("a", ())
+    counts = registry.counts()
+    assert (counts.num_overdue_slots, counts.num_quarantined_slots) == (4, 4)
+    end(registry, "a", was_cut=True)
+    counts = registry.counts()
+    assert (counts.num_overdue_slots, counts.num_quarantined_slots) == (0, 4)
+    clock.advance(LINGER_S)
+    assert registry.counts().num_free_slots == 8
+
+
+def test_a_flood_of_leaves(clock: VirtualClock) -> None:
+    """There are never more leaves than slots; those never used are free again after a lease."""
+    registry = a_registry(clock, num_slots=100)
+    given = [expect(registry, f"a{i}", 1 + i % 3) for i in range(5000)]
+    counts = registry.counts()
+    num_given = sum(1 for slots in given if slots)
+    assert sum(map(len, given)) == 100
+    assert (counts.num_expected, counts.num_declined) == (num_given, 5000 - num_given)
+    assert repr(registry) == f"<LandingRegistry {num_given} pushes, 0 slots free>"
+    clock.advance(LEASE_S)
+    assert registry.counts().num_free_slots == 100
+    assert repr(registry) == "<LandingRegistry 0 pushes, 100 slots free>"
 
 
 def test_a_cut_write_lingers(registry: LandingRegistry, clock: VirtualClock) -> None:
@@ -229,7 +286,9 @@ class Slots(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = VirtualClock()
-        self.registry = LandingRegistry(self.clock, num_slots=8, linger_s=LINGER_S)
+        self.registry = LandingRegistry(
+            self.clock, num_slots=8, linger_s=LINGER_S, overdue_s=OVERDUE_S
+        )
         self.num_pushes = 0
         self.writers: dict[str, set[int]] = {}
         self.late: list[tuple[float, set[int]]] = []
@@ -251,9 +310,8 @@ class Slots(RuleBasedStateMachine):
     @rule(push=pushes, writer=st.sampled_from([P, Q]))
     def claimed(self, push: tuple[str, tuple[int, ...]], writer: str) -> None:
         push_id, slots = push
-        if claim(self.registry, push_id, slots, writer=writer) == "":
+        if claim(self.registry, push_id, slots, writer=writer, was_seen_alive=True) == "":
             self.writers[push_id + writer] = set(slots)
-            self.registry.seen_alive(push_id)
             assert not (push_id + P in self.writers and push_id + Q in self.writers)
 
     @rule(
@@ -300,11 +358,10 @@ class Slots(RuleBasedStateMachine):
     def died(self, data: st.DataObject) -> None:
         suspects = self.registry.suspects()
         if suspects:
-            push_id = data.draw(st.sampled_from(suspects)).push_id
-            for writer in (P, Q):
-                if (slots := self.writers.pop(push_id + writer, None)) is not None:
-                    self.late.append((self.clock.now() + LINGER_S, slots))
-            self.registry.writer_died(push_id)
+            suspect = data.draw(st.sampled_from(suspects))
+            for push in [push for push in self.writers if push.endswith(suspect.writer)]:
+                self.late.append((self.clock.now() + LINGER_S, self.writers.pop(push)))
+            self.registry.writer_died(suspect)
 
     @invariant()
     def is_sound(self) -> None:

@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import threading
 from collections import Counter
 
-import attrs
-
 from pdcore.clock import Clock
+from pdcore.connector.nixl.push.landing import Landing, LandingState, Suspect
 from pdcore.connector.stats import LandingCounts
 from pdcore.connector.tickets import TicketAnswer
 from pdcore.errors import InvariantBroken
 
-__all__ = ["LandingRegistry", "Suspect"]
+__all__ = ["LandingRegistry"]
 
+_CLAIMABLE = (LandingState.EXPECTED, LandingState.CLAIMED)
 _UNKNOWN = "the push is unknown here, or nobody wants it any more"
-
-
-class _State(enum.Enum):
-    EXPECTED = "expected"
-    """Nobody may write to its slots yet."""
-    CLAIMED = "claimed"
-    """A peer writes to its slots."""
-    LANDED = "landed"
-    """The writer said that it is done."""
-    QUARANTINED = "quarantined"
-    """Nobody wants it, and the writer has not said that it stopped."""
-    LINGERING = "lingering"
-    """The writer was ended by force; what was on its way then has time to arrive."""
-
-
-@attrs.frozen(kw_only=True)
-class Suspect:
-    """A writer that has not been heard of, or need not write any more."""
-
-    push_id: str
-    life_host: str
-    life_ports: tuple[int, ...]
-
-
-@attrs.define(eq=False, kw_only=True)
-class _Landing:
-    push_id: str
-    slots: tuple[int, ...]
-    prompt_digest: str
-    lease_s: float
-    deadline: float
-    state: _State = _State.EXPECTED
-    writer: str = ""
-    life_host: str = ""
-    life_ports: tuple[int, ...] = ()
-    was_seen_alive: bool = False
-    ticket_id: str = ""
-    num_blocks: int = 0
-    was_cut: bool = False
-    is_awaited: bool = False
-    was_used: bool = False
-
-    @property
-    def may_be_written(self) -> bool:
-        return self.state in (_State.CLAIMED, _State.QUARANTINED)
-
-    def is_from(self, writer: str, prompt_digest: str) -> bool:
-        return (self.writer, self.prompt_digest) == (writer, prompt_digest)
 
 
 class LandingRegistry:
@@ -83,15 +34,19 @@ class LandingRegistry:
         clock: whose seconds leases are counted in.
         num_slots: how many there are.
         linger_s: how long after its writer's end by force data may still arrive.
+        overdue_s: how long a quarantine lasts at most if the writer lives and goes on.
     """
 
-    def __init__(self, clock: Clock, *, num_slots: int, linger_s: float) -> None:
+    def __init__(self, clock: Clock, *, num_slots: int, linger_s: float, overdue_s: float) -> None:
         self._clock = clock
         self._num_slots = num_slots
         self._linger_s = linger_s
+        self._overdue_s = overdue_s
         self._lock = threading.Lock()
         self._free = list(range(num_slots - 1, -1, -1))
-        self._landings: dict[str, _Landing] = {}
+        self._landings: dict[str, Landing] = {}
+        self._next_deadline = math.inf
+        self._newly_overdue: list[Landing] = []
         self._counts: Counter[str] = Counter()
 
     # What the engine itself asks.
@@ -108,13 +63,14 @@ class LandingRegistry:
                 return ()
             self._counts["num_expected"] += 1
             slots = tuple(self._free.pop() for _ in range(num_slots))
-            self._landings[push_id] = _Landing(
+            landing = self._landings[push_id] = Landing(
                 push_id=push_id,
                 slots=slots,
                 prompt_digest=prompt_digest,
                 lease_s=lease_s,
-                deadline=self._clock.now() + lease_s,
+                deadline=math.inf,
             )
+            self._wait(landing, lease_s)
             return slots
 
     def want(self, push_id: str, *, writer: str, prompt_digest: str) -> None:
@@ -130,9 +86,7 @@ class LandingRegistry:
         with self._lock:
             self._sweep()
             landing = self._landings.get(push_id)
-            return (
-                landing is not None and landing.state is _State.CLAIMED and landing.writer == writer
-            )
+            return landing is not None and landing.is_written_by(writer)
 
     def take(
         self, push_id: str, *, writer: str, ticket_id: str, prompt_digest: str
@@ -147,7 +101,7 @@ class LandingRegistry:
             landing = self._landings.get(push_id)
             if landing is None or not landing.is_from(writer, prompt_digest):
                 return ()
-            if landing.state is not _State.LANDED or landing.ticket_id != ticket_id:
+            if landing.state is not LandingState.LANDED or landing.ticket_id != ticket_id:
                 self._call_off(landing)
                 return ()
             self._counts["num_used"] += not landing.was_used
@@ -170,6 +124,13 @@ class LandingRegistry:
 
     # What its writer says.
 
+    def is_expected(self, push_id: str) -> bool:
+        """Whether a claim of a push may be granted."""
+        with self._lock:
+            self._sweep()
+            landing = self._landings.get(push_id)
+            return landing is not None and landing.state in _CLAIMABLE
+
     def claim(
         self,
         push_id: str,
@@ -179,22 +140,31 @@ class LandingRegistry:
         writer: str,
         life_host: str = "",
         life_ports: tuple[int, ...] = (),
+        was_seen_alive: bool = False,
     ) -> TicketAnswer:
-        """Make a peer the one that may write to a push's slots. Asking again changes nothing."""
+        """Make a peer the one that may write to a push's slots. Asking again changes nothing else
+        than where it can be seen to live.
+
+        Args:
+            push_id, slots, prompt_digest: the push, as its leave names it.
+            writer: the peer.
+            life_host, life_ports: where its ranks can be seen to live.
+            was_seen_alive: whether all of them were seen there, so that their death can be proven.
+        """
         with self._lock:
             self._sweep()
             landing = self._landings.get(push_id)
-            if landing is None or landing.state not in (_State.EXPECTED, _State.CLAIMED):
+            if landing is None or landing.state not in _CLAIMABLE:
                 return self._refuse(_UNKNOWN)
             if (landing.slots, landing.prompt_digest) != (slots, prompt_digest):
                 return self._refuse("the slots or the prompt are not those of the push")
-            if landing.state is _State.CLAIMED and landing.writer != writer:
+            if landing.state is LandingState.CLAIMED and landing.writer != writer:
                 return self._refuse("another engine pushes to these slots")
-            landing.state, landing.writer = _State.CLAIMED, writer
-            if (landing.life_host, landing.life_ports) != (life_host, life_ports):
-                landing.life_host, landing.life_ports = life_host, life_ports
-                landing.was_seen_alive = False
-            landing.deadline = self._clock.now() + landing.lease_s
+            landing.state, landing.writer = LandingState.CLAIMED, writer
+            is_moved = (landing.life_host, landing.life_ports) != (life_host, life_ports)
+            landing.life_host, landing.life_ports = life_host, life_ports
+            landing.was_seen_alive = was_seen_alive or (landing.was_seen_alive and not is_moved)
+            self._wait(landing, landing.lease_s)
             return TicketAnswer(True)
 
     def hear(self, push_id: str, *, writer: str) -> TicketAnswer:
@@ -202,9 +172,9 @@ class LandingRegistry:
         with self._lock:
             self._sweep()
             landing = self._landings.get(push_id)
-            if landing is None or landing.writer != writer or landing.state is not _State.CLAIMED:
+            if landing is None or not landing.is_written_by(writer):
                 return TicketAnswer(False, reason=_UNKNOWN)
-            landing.deadline = self._clock.now() + landing.lease_s
+            self._wait(landing, landing.lease_s)
             return TicketAnswer(True)
 
     def end(
@@ -214,7 +184,7 @@ class LandingRegistry:
         with self._lock:
             self._sweep()
             landing = self._landings.get(push_id)
-            if landing is not None and landing.state is _State.EXPECTED:
+            if landing is not None and landing.state is LandingState.EXPECTED:
                 # Its claim was lost, and is refused if it comes now.
                 self._drop(landing)
             if landing is None or not landing.may_be_written:
@@ -222,66 +192,68 @@ class LandingRegistry:
             if landing.writer != writer:
                 return self._refuse("another engine pushes to these slots")
             landing.was_cut = was_cut
-            if landing.state is _State.QUARANTINED or not (ticket_id and num_blocks):
-                self._counts["num_lost"] += landing.state is _State.CLAIMED
+            if landing.state is LandingState.QUARANTINED or not (ticket_id and num_blocks):
+                self._counts["num_lost"] += landing.state is LandingState.CLAIMED
                 self._let_go(landing)
                 return TicketAnswer(True)
             self._counts["num_landed"] += 1
-            landing.state = _State.LANDED
+            landing.state = LandingState.LANDED
             landing.ticket_id = ticket_id
             landing.num_blocks = min(num_blocks, len(landing.slots))
-            landing.deadline = self._clock.now() + landing.lease_s
+            self._wait(landing, landing.lease_s)
             return TicketAnswer(True)
 
     # What is found out about writers.
 
-    def seen_alive(self, push_id: str) -> None:
-        """All ranks of a push's writer were reached once."""
-        with self._lock:
-            if landing := self._landings.get(push_id):
-                landing.was_seen_alive = True
-
     def suspects(self) -> tuple[Suspect, ...]:
-        """The writers whose death would be good to know of. Only of those that were reached once
-        can it be known."""
+        """The engines whose death would be good to know of, each once. It can be known only of
+        those that were seen alive."""
         with self._lock:
             self._sweep()
             now = self._clock.now()
-            return tuple(
-                Suspect(push_id=it.push_id, life_host=it.life_host, life_ports=it.life_ports)
-                for it in self._landings.values()
-                if it.was_seen_alive and it.may_be_written and self._is_suspect(it, now)
-            )
+            suspects = (it.suspect for it in self._landings.values() if it.is_suspect(now))
+            return tuple(dict.fromkeys(suspects))
 
-    def writer_died(self, push_id: str) -> None:
-        """The process that wrote to a push's slots is proven dead."""
+    def writer_died(self, suspect: Suspect) -> tuple[str, ...]:
+        """All processes of an engine are proven dead; returns the pushes that this ended."""
         with self._lock:
-            landing = self._landings.get(push_id)
-            if landing is not None and landing.may_be_written:
-                self._counts["num_lost"] += landing.state is _State.CLAIMED
+            everything = self._landings.values()
+            dead = [it for it in everything if it.may_be_written and it.suspect == suspect]
+            for landing in dead:
+                self._counts["num_lost"] += landing.state is LandingState.CLAIMED
                 landing.was_cut = True
                 self._let_go(landing)
+            return tuple(landing.push_id for landing in dead)
+
+    def take_overdue(self) -> tuple[Landing, ...]:
+        """The pushes that have been in quarantine for too long since the last call, to be read."""
+        with self._lock:
+            self._sweep()
+            overdue, self._newly_overdue = self._newly_overdue, []
+            return tuple(it for it in overdue if it.state is LandingState.QUARANTINED)
 
     @property
     def has_writers(self) -> bool:
         """Whether a peer may be writing, or its last data be on the way."""
         with self._lock:
-            return any(
-                it.may_be_written or it.state is _State.LINGERING for it in self._landings.values()
-            )
+            landings = self._landings.values()
+            return any(it.may_be_written or it.state is LandingState.LINGERING for it in landings)
 
     def counts(self) -> LandingCounts:
         """What became of all pushes so far, and where the slots are."""
         with self._lock:
             self._sweep()
-            kept = Counter[_State]()
+            kept = Counter[LandingState]()
+            num_overdue = 0
             for landing in self._landings.values():
                 kept[landing.state] += len(landing.slots)
+                num_overdue += len(landing.slots) if landing.is_overdue else 0
             return LandingCounts(
                 **self._counts,
                 num_slots=self._num_slots,
                 num_free_slots=len(self._free),
-                num_quarantined_slots=kept[_State.QUARANTINED] + kept[_State.LINGERING],
+                num_quarantined_slots=kept[LandingState.QUARANTINED] + kept[LandingState.LINGERING],
+                num_overdue_slots=num_overdue,
             )
 
     def check(self) -> None:
@@ -294,44 +266,51 @@ class LandingRegistry:
                     f"{sorted(self._free)} are free, {sorted(owned)} are owned"
                 )
 
-    def _is_suspect(self, landing: _Landing, now: float) -> bool:
-        is_unheard = now > landing.deadline - landing.lease_s / 2
-        return landing.state is _State.QUARANTINED or is_unheard
+    def _wait(self, landing: Landing, seconds: float) -> None:
+        landing.deadline = self._clock.now() + seconds
+        self._next_deadline = min(self._next_deadline, landing.deadline)
 
     def _sweep(self) -> None:
+        """Do what time does. It costs nothing while no deadline has come."""
         now = self._clock.now()
+        if now < self._next_deadline:
+            return
         for landing in tuple(self._landings.values()):
-            is_kept = landing.is_awaited and landing.state is _State.LANDED
+            is_kept = landing.is_awaited and landing.state is LandingState.LANDED
             if is_kept or now < landing.deadline:
                 continue
-            if landing.state is _State.CLAIMED:
-                self._counts["num_lost"] += 1
-                landing.state, landing.deadline = _State.QUARANTINED, math.inf
+            if landing.state is LandingState.QUARANTINED:
+                landing.is_overdue, landing.deadline = True, math.inf
+                self._newly_overdue.append(landing)
             else:
                 self._drop(landing)
+        kept = (it.deadline for it in self._landings.values() if now < it.deadline)
+        self._next_deadline = min(kept, default=math.inf)
 
-    def _call_off(self, landing: _Landing) -> None:
+    def _call_off(self, landing: Landing) -> None:
         if not landing.was_used:
             self._drop(landing)
 
-    def _drop(self, landing: _Landing) -> None:
-        if landing.state is _State.CLAIMED:
+    def _drop(self, landing: Landing) -> None:
+        if landing.state is LandingState.CLAIMED:
             self._counts["num_lost"] += 1
-            landing.state, landing.deadline = _State.QUARANTINED, math.inf
-        elif landing.state in (_State.EXPECTED, _State.LANDED):
+            landing.state = LandingState.QUARANTINED
+            self._wait(landing, self._overdue_s)
+        elif landing.state in (LandingState.EXPECTED, LandingState.LANDED):
             self._let_go(landing)
-        elif landing.state is _State.LINGERING and self._clock.now() >= landing.deadline:
+        elif landing.state is LandingState.LINGERING and self._clock.now() >= landing.deadline:
             self._free_slots(landing)
 
-    def _let_go(self, landing: _Landing) -> None:
+    def _let_go(self, landing: Landing) -> None:
         """Nobody writes to a landing's slots any more, and nobody wants them."""
+        landing.is_overdue = False
         if landing.was_cut:
-            landing.state = _State.LINGERING
-            landing.deadline = self._clock.now() + self._linger_s
+            landing.state = LandingState.LINGERING
+            self._wait(landing, self._linger_s)
         else:
             self._free_slots(landing)
 
-    def _free_slots(self, landing: _Landing) -> None:
+    def _free_slots(self, landing: Landing) -> None:
         del self._landings[landing.push_id]
         self._free.extend(reversed(landing.slots))
 

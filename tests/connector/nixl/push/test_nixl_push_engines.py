@@ -31,9 +31,10 @@ from nixl_pushes import (
 )
 from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
 
-from pdcore.connector.nixl.landing_area import LandingArea
 from pdcore.connector.nixl.link import PeerLink
 from pdcore.connector.nixl.protocol import PushEnded
+from pdcore.connector.nixl.push import desk as push_desk
+from pdcore.connector.nixl.push.landing_area import LandingArea
 from pdcore.errors import ConfigError, ExecutorError, InvalidTransferParams, PeerLost
 from pdcore.request import FinishReason, Request
 
@@ -166,6 +167,18 @@ def test_a_write_that_fails(prefill: WholeEngine, decode: WholeEngine, wire: Slo
     decodes(decode, "a", PROMPT, finish(prefill, "a", decode), prefill)
     assert num_read(decode) == -(-(len(PROMPT) - 1) // 4) - 4
     assert (pushes(prefill).num_blocks, wire.num_posted) == (4, 3)
+    run_idle(prefill, decode)
+
+
+def test_a_plan_that_is_taken_back(prefill: WholeEngine, decode: WholeEngine) -> None:
+    """What it was to send goes out with the next plan, and nothing has to be read."""
+    begin(prefill, "a", PROMPT, expect(decode, PROMPT))
+    prefill.step()
+    output = prefill.scheduler.schedule()
+    assert output.connector_meta.pushes
+    prefill.scheduler.abandon(output)
+    decodes(decode, "a", PROMPT, finish(prefill, "a", decode), prefill)
+    assert (landings(decode).num_used, num_read(decode), pushes(prefill).num_restarts) == (1, 0, 0)
     run_idle(prefill, decode)
 
 
@@ -357,6 +370,46 @@ def test_a_push_that_is_called_off_while_it_is_read(
     assert decode.tokens["a"] == decode.runner.solo_tokens(request)
     assert landings(decode).num_used == 1
     run_idle(prefill, decode)
+
+
+def test_news_of_an_end_wake_an_engine_that_rests(
+    prefill: WholeEngine, decode: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that steps only while there are requests takes them in; then there is nothing."""
+    ask, is_lost = PeerLink.ask, [True]
+
+    async def ask_over_a_bad_line(link: PeerLink, request: Any, reply_type: Any) -> Any:
+        if isinstance(request, PushEnded) and is_lost[0]:
+            raise PeerLost("the line is bad")
+        return await ask(link, request, reply_type)
+
+    monkeypatch.setattr(PeerLink, "ask", ask_over_a_bad_line)
+    begin(prefill, "a", PROMPT, expect(decode, PROMPT))
+    prefill.scheduler.abort_requests(["a"])
+    run_until(lambda: not prefill.scheduler.has_requests(), prefill)
+    is_lost[0] = False
+    until(prefill.scheduler.has_requests)
+    assert pushes(prefill).num_ended == 0
+    prefill.step()
+    assert pushes(prefill).num_ended == 1
+    assert not prefill.scheduler.has_requests()
+    run_idle(decode)
+
+
+def test_there_is_a_limit_to_ends_that_cannot_be_told(
+    prefill: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leave that names an engine which is gone costs a bounded amount of memory, and no request."""
+    monkeypatch.setattr(push_desk, "_MAX_NUM_PUSHES", 3)
+    with closing(decode_engine()) as decode:
+        leaves = [expect(decode, PROMPT[:9]) for _ in range(8)]
+    for i, push_to in enumerate(leaves):
+        params = {"do_remote_decode": True, "push_to": push_to}
+        prefill.add(f"a{i}", PROMPT[:9], max_tokens=1, params=params)
+        run_until(lambda i=i: f"a{i}" in prefill.ends, prefill)
+        assert prefill.ends[f"a{i}"].kv_transfer_params is not None
+    assert len(prefill.connector._parts.pushes._untold) == 3
+    assert pushes(prefill).num_refused >= 5
 
 
 def test_leave_is_not_used_again_while_the_first_end_is_not_told(

@@ -16,16 +16,10 @@ from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import PushStop, PushTask
-from pdcore.connector.nixl.push import Push
-from pdcore.connector.nixl.push_driver import (
-    Claimed,
-    ClaimFailed,
-    NotWanted,
-    PushDriver,
-    PushFact,
-    PushTold,
-)
-from pdcore.connector.nixl.push_params import PUSH_TO, PushParams
+from pdcore.connector.nixl.push.driver import PushDriver
+from pdcore.connector.nixl.push.facts import Claimed, ClaimFailed, NotWanted, PushFact, PushTold
+from pdcore.connector.nixl.push.params import PUSH_TO, PushParams
+from pdcore.connector.nixl.push.push import Push
 from pdcore.connector.stats import PushCounts
 from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import InvalidTransferParams
@@ -35,6 +29,10 @@ from pdcore.request import Request
 __all__ = ["PushDesk"]
 
 logger = logging.getLogger(__name__)
+
+_MAX_NUM_PUSHES = 4096
+"""Under way, or ended and not told. The ends of pushes to an engine that is gone are told again and
+again for minutes; who makes up leaves must not fill the memory with them."""
 
 
 class PushDesk:
@@ -90,6 +88,10 @@ class PushDesk:
         params = self._leave_of(request)
         if params is None:
             return
+        if len(self._pushes) + len(self._untold) >= _MAX_NUM_PUSHES:
+            self._counts["num_refused"] += 1
+            logger.info("nothing is pushed for %s: too many pushes", request.request_id)
+            return
         link = self._links.get(params)
         link.num_users += 1
         driver = PushDriver(
@@ -118,6 +120,14 @@ class PushDesk:
             if push.is_ending
         ]
         return tuple(tasks), tuple(stops)
+
+    def retake(self, tasks: Iterable[PushTask]) -> None:
+        """Orders were lost with a plan that no worker saw: give them again with the next plan that
+        their requests run in. What stops pushes is said with every plan."""
+        by_id = {push.push_id: push for push in self._pushes.values()}
+        for task in tasks:
+            if (push := by_id.get(task.push_id)) is not None:
+                push.retake(task)
 
     def push_id_of(self, uid: int) -> str:
         """The push that sent parts of a request's KV ahead, or empty."""
@@ -179,8 +189,8 @@ class PushDesk:
 
     @property
     def has_pending(self) -> bool:
-        """Whether blocks are held until nothing is sent from them."""
-        return bool(self._released) or self.awaits_reports
+        """Whether blocks are held until nothing is sent from them, or news wait to be applied."""
+        return bool(self._released or self._facts) or self.awaits_reports
 
     def counts(self) -> PushCounts:
         """What became of the pushes so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 
-from pdcore.connector.nixl.life_sign import LifeSign, is_refused
+from pdcore.connector.nixl.push.life_sign import LifeSign, is_refused
 
 
 def test_it_is_seen_however_often_somebody_looks() -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from pdcore.clock import VirtualClock
-from pdcore.connector.nixl import push_writers
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.memory import MemoryRegion
-from pdcore.connector.nixl.meta import PeerInfo, PushTask, ReadTask
-from pdcore.connector.nixl.push_writers import PushWriters
-from pdcore.connector.nixl.reader import ReadResult
+from pdcore.connector.nixl.meta import PeerInfo, PushTask
+from pdcore.connector.nixl.mover import MoveResult
+from pdcore.connector.nixl.push import writers as push_writers
+from pdcore.connector.nixl.push.writer import Write
+from pdcore.connector.nixl.push.writers import PushWriters
 
 
 class LateWriter:
@@ -22,17 +23,17 @@ class LateWriter:
 
     made: list[LateWriter]
 
-    def __init__(self, *_: Any, report: Callable[[ReadResult], None], **__: Any) -> None:
+    def __init__(self, *_: Any, report: Callable[[MoveResult[Write]], None], **__: Any) -> None:
         self.made.append(self)
         self._report = report
-        self._tasks: list[ReadTask] = []
+        self._tasks: list[Write] = []
 
-    def submit(self, task: ReadTask) -> None:
+    def submit(self, task: Write) -> None:
         self._tasks.append(task)
 
     def stop(self) -> None:
         for task in self._tasks:
-            self._report(ReadResult(task=task))
+            self._report(MoveResult(task=task))
 
     def join(self, timeout_s: float) -> bool:
         return True
@@ -41,7 +42,7 @@ class LateWriter:
 def test_no_write_begins_while_the_writers_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The KV memory may be gone by the time that it would be sent."""
     monkeypatch.setattr(LateWriter, "made", [], raising=False)
-    monkeypatch.setattr(push_writers, "_PeerWriter", LateWriter)
+    monkeypatch.setattr(push_writers, "PeerWriter", LateWriter)
     writers = PushWriters(
         MemoryRegion(address=1, num_blocks=8, bytes_per_block=8, mem_type="DRAM", device_id=0),
         config=NixlConfig(block_size=4),

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pdcore.clock import Clock
@@ -15,8 +16,6 @@ from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.doorbell import ring
 from pdcore.connector.nixl.engine_name import EngineName
-from pdcore.connector.nixl.landings import LandingRegistry, Suspect
-from pdcore.connector.nixl.life_sign import is_refused
 from pdcore.connector.nixl.meta import Doorbell, RankEndpoint
 from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.protocol import (
@@ -28,7 +27,10 @@ from pdcore.connector.nixl.protocol import (
     PushEnded,
     Pushing,
 )
-from pdcore.connector.nixl.push_params import PushParams
+from pdcore.connector.nixl.push.landing import Suspect
+from pdcore.connector.nixl.push.landings import LandingRegistry
+from pdcore.connector.nixl.push.lookout import Lookout
+from pdcore.connector.nixl.push.params import PushParams
 from pdcore.connector.stats import LandingCounts
 from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import ConfigError, TransferError
@@ -68,8 +70,7 @@ class LandingDesk:
         self._config = config
         self._clock = clock
         self._address = address
-        self._control = control
-        self._allowed = AllowedPeers(config.allowed_peers)
+        self._lookout = Lookout(config, control)
         self._endpoints: tuple[RankEndpoint, ...] = ()
         self._doorbells: tuple[Doorbell, ...] = ()
         self._registry: LandingRegistry | None = None
@@ -83,6 +84,7 @@ class LandingDesk:
                 self._clock,
                 num_slots=min(endpoint.region.num_blocks for endpoint in endpoints),
                 linger_s=self._config.request_timeout_s,
+                overdue_s=_overdue_s(self._config),
             )
 
     # What the engine asks.
@@ -184,8 +186,8 @@ class LandingDesk:
 
     # What peers say, and what is found out about them.
 
-    def answer(self, message: Claim | Pushing | PushEnded, sender: str) -> Message:
-        """Answer a writer; never waits.
+    async def answer(self, message: Claim | Pushing | PushEnded, sender: str) -> Message:
+        """Answer a writer. A claim waits until it is known whether its writer can be seen to live.
 
         Raises:
             ProtocolError: this engine expects no pushes.
@@ -196,7 +198,7 @@ class LandingDesk:
             raise ProtocolError("this engine takes no pushes")
         match message:
             case Claim():
-                return self._claim(registry, message, sender)
+                return await self._claim(registry, message, sender)
             case Pushing():
                 self._ring()
                 return Answer.of(registry.hear(message.push_id, writer=sender))
@@ -232,52 +234,33 @@ class LandingDesk:
             registry = self._registry
             if registry is not None and registry.has_writers:
                 self._ring()
-                for suspect in registry.suspects():
-                    await self._look_after(registry, suspect)
+                self._lookout.look_after(registry.suspects(), partial(self._died, registry))
+                _warn_of_overdue(registry)
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _claim(self, registry: LandingRegistry, message: Claim, sender: str) -> Description:
-        life_ports = message.life_ports if self._may_look(message) else ()
+    async def _claim(self, registry: LandingRegistry, message: Claim, sender: str) -> Description:
+        # First of all, while it cannot have written anything: of a process that dies later it must
+        # be known that it lived where nobody answers any more.
+        writer = Suspect(writer=sender, life_host=message.life_host, life_ports=message.life_ports)
+        is_seen = registry.is_expected(message.push_id) and await self._lookout.can_see(writer)
         answer = registry.claim(
             message.push_id,
             slots=message.slots,
             prompt_digest=message.prompt_digest,
             writer=sender,
             life_host=message.life_host,
-            life_ports=life_ports,
+            life_ports=message.life_ports,
+            was_seen_alive=is_seen,
         )
         if not answer:
             raise TransferError(answer.reason)
         self._ring()
-        if life_ports:
-            self._control.spawn(
-                self._see_alive(registry, message.push_id, message.life_host, life_ports)
-            )
         return Description(block_size=self._config.block_size, ranks=self._endpoints)
 
-    def _may_look(self, message: Claim) -> bool:
-        if not all(message.life_ports):
-            return False
-        if self._config.key is not None and self._allowed.is_default:
-            return True
-        return all((message.life_host, port) in self._allowed for port in message.life_ports)
-
-    async def _see_alive(
-        self, registry: LandingRegistry, push_id: str, host: str, ports: tuple[int, ...]
-    ) -> None:
-        if await self._are_all(False, host, ports):
-            registry.seen_alive(push_id)
-
-    async def _look_after(self, registry: LandingRegistry, suspect: Suspect) -> None:
-        if await self._are_all(True, suspect.life_host, suspect.life_ports):
-            logger.warning("the engine that pushed %s is dead", suspect.push_id)
-            registry.writer_died(suspect.push_id)
-            self._tell(suspect.push_id)
-
-    async def _are_all(self, refused: bool, host: str, ports: tuple[int, ...]) -> bool:
-        timeout_s = self._config.request_timeout_s
-        looks = (is_refused(host, port, timeout_s=timeout_s) for port in ports)
-        return all(look is refused for look in await asyncio.gather(*looks))
+    def _died(self, registry: LandingRegistry, writer: Suspect) -> None:
+        for push_id in registry.writer_died(writer):
+            logger.warning("engine %s, which pushed %s, is dead", writer.writer, push_id)
+            self._tell(push_id)
 
     def _tell(self, push_id: str) -> None:
         event = self._ended.get(push_id)
@@ -287,3 +270,21 @@ class LandingDesk:
     def _ring(self) -> None:
         for doorbell in self._doorbells:
             ring(doorbell, _RING_S)
+
+
+def _overdue_s(config: NixlConfig) -> float:
+    """A writer that lives hears within a third of a lease that it should stop, ends its write or
+    has it ended, and says so."""
+    return config.lease_s + config.stall_timeout_s + 2 * config.request_timeout_s
+
+
+def _warn_of_overdue(registry: LandingRegistry) -> None:
+    for landing in registry.take_overdue():
+        logger.warning(
+            "%d staging slots are kept for engine %s at %s, which still may write to them: it has "
+            "not said that it stopped, and is not known to be dead. If it hangs, end its process; "
+            "if its machine is gone, restart this engine when there are too few slots",
+            len(landing.slots),
+            landing.writer,
+            landing.life_host,
+        )
