@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import attrs
-from chaos_messages import NoticeFault, ReadFault, Timeouts
+from chaos_messages import Notice, NoticeFault, PushNotice, TicketNotice, Timeouts, TransferFault
 
 __all__ = ["DECODES", "PREFILLS", "EngineFault", "Job", "Plan", "make_plan"]
 
@@ -17,12 +17,8 @@ DECODES = ("D0", "D1")
 _VOCAB = 32_000
 _TIMES = Timeouts()
 _SCENARIO_LENGTH = 120
-_NOTICES: tuple[Literal["Renew", "Reading", "Accept", "Release"], ...] = (
-    "Renew",
-    "Reading",
-    "Accept",
-    "Release",
-)
+_TICKET_NOTICES: tuple[TicketNotice, ...] = ("Renew", "Reading", "Accept", "Release")
+_PUSH_NOTICES: tuple[PushNotice, ...] = ("Claim", "Pushing", "PushEnded")
 _NOTICE_FAULTS: tuple[Literal["drop", "lose reply", "delay", "repeat"], ...] = (
     "drop",
     "lose reply",
@@ -48,7 +44,10 @@ class Job:
         is_walked_out: the client never comes to the decode engine.
         follows: the job that must have ended before this one is decoded, or None.
         deadline_s: in each of the engines, or None.
-        read_fault, notice_faults: on the way.
+        is_pushed: the prefill engine may send what it computes ahead.
+        leave_from: which decode engine gives leave to; empty is ``decode``.
+        calls_off_after_s: the decode engine hears so much after its leave that no request comes.
+        read_fault, write_fault, notice_faults: on the way.
         is_watched: the adversary is after this one, and leaves its engines alone until it ended.
     """
 
@@ -68,7 +67,11 @@ class Job:
     is_walked_out: bool = False
     follows: int | None = None
     deadline_s: float | None = None
-    read_fault: ReadFault | None = None
+    is_pushed: bool = False
+    leave_from: str = ""
+    calls_off_after_s: float | None = None
+    read_fault: TransferFault | None = None
+    write_fault: TransferFault | None = None
     notice_faults: tuple[NoticeFault, ...] = ()
     is_watched: bool = False
 
@@ -118,6 +121,9 @@ class _Maker:
             self._id_again,
             self._lost_completion,
             self._walk_out,
+            self._late_push,
+            self._push_crowd,
+            self._broken_pushes,
         ]
         first = scenarios.copy()
         self._rng.shuffle(first)
@@ -162,6 +168,11 @@ class _Maker:
 
     def _plain(self) -> None:
         rng = self._rng
+        notice_faults = self._notice_faults(_TICKET_NOTICES)
+        push_options: dict[str, object] = {}
+        if self._falls(0.5):
+            push_options = self._push_options()
+            notice_faults += self._notice_faults(_PUSH_NOTICES)
         abort_at: Literal["", "prefill", "decode"] = ""
         if self._falls(0.10):
             abort_at = rng.choice(("prefill", "decode"))
@@ -174,9 +185,26 @@ class _Maker:
             abort_after_s=rng.uniform(0.0, 0.15),
             deadline_s=rng.uniform(0.05, 0.5) if self._falls(0.04) else None,
             holds_ticket_s=rng.uniform(0.1, 1.5) if self._falls(0.05) else 0.0,
-            read_fault=ReadFault(delay_s=rng.uniform(0.02, 0.4)) if self._falls(0.15) else None,
-            notice_faults=self._notice_faults(),
+            read_fault=self._slow_transfer(),
+            notice_faults=notice_faults,
+            **push_options,
         )
+
+    def _push_options(self) -> dict[str, object]:
+        rng = self._rng
+        fault = TransferFault(is_lost=True) if self._falls(0.03) else self._slow_transfer()
+        return {
+            "is_pushed": True,
+            # The other one may have blocks of another size, and then takes no pushes.
+            "decode": DECODES[0] if self._falls(0.5) else rng.choice(DECODES),
+            "leave_from": rng.choice(DECODES) if self._falls(0.08) else "",
+            "calls_off_after_s": rng.uniform(0.0, 0.2) if self._falls(0.08) else None,
+            "write_fault": fault,
+        }
+
+    def _slow_transfer(self) -> TransferFault | None:
+        delay_s = self._rng.uniform(0.02, 0.4)
+        return TransferFault(delay_s=delay_s) if self._falls(0.15) else None
 
     def _falls(self, probability: float) -> bool:
         return self._rng.random() < probability
@@ -194,12 +222,12 @@ class _Maker:
         cut = rng.choice((len(prefix), rng.randrange(1, len(prefix) + 1)))
         return prefix[:cut] + self._tokens(rng.randrange(0, 60))
 
-    def _notice_faults(self) -> tuple[NoticeFault, ...]:
+    def _notice_faults(self, notices: Sequence[Notice]) -> tuple[NoticeFault, ...]:
         rng = self._rng
         if not self._falls(0.25):
             return ()
         fault = NoticeFault(
-            message=rng.choice(_NOTICES),
+            message=rng.choice(notices),
             kind=rng.choice(_NOTICE_FAULTS),
             count=rng.choice((1, 1, 3)),
             delay_s=rng.uniform(0.02, 0.45),
@@ -244,7 +272,7 @@ class _Maker:
                 prompt=self._long(),
                 abort_at="decode",
                 abort_after_s=0.25,
-                read_fault=ReadFault(delay_s=0.6),
+                read_fault=TransferFault(delay_s=0.6),
                 **where,
             )
             for _ in range(2)
@@ -266,7 +294,7 @@ class _Maker:
                 prefill=PREFILLS[index % 2],
                 decode=decode,
                 meets=meets,
-                read_fault=ReadFault(delay_s=0.15),
+                read_fault=TransferFault(delay_s=0.15),
             )
 
     def _id_again(self) -> None:
@@ -283,7 +311,7 @@ class _Maker:
             decode=decode,
             abort_at="decode",
             abort_after_s=0.3,
-            read_fault=ReadFault(delay_s=1.1),
+            read_fault=TransferFault(delay_s=1.1),
             is_watched=True,
         )
         self._add(
@@ -292,17 +320,59 @@ class _Maker:
             decode=decode,
             request_id=first.request_id,
             follows=first.number,
-            read_fault=ReadFault(delay_s=1.8),
+            read_fault=TransferFault(delay_s=1.8),
             is_watched=True,
         )
 
     def _lost_completion(self) -> None:
         """The data lands and nobody is told; others read from the same peer meanwhile."""
         where = {"prefill": self._rng.choice(PREFILLS), "decode": self._rng.choice(DECODES)}
-        self._add(prompt=self._long(), read_fault=ReadFault(is_lost=True), **where)
+        self._add(prompt=self._long(), read_fault=TransferFault(is_lost=True), **where)
         for _ in range(2):
             self._add(prompt=self._long(), **where)
 
     def _walk_out(self) -> None:
         """The client takes its ticket and is never seen again."""
         self._add(prompt=self._long(), is_walked_out=True)
+
+    def _late_push(self) -> None:
+        """A push is called off while a write of it is under way. Others come at once, whose pushes
+        end soon, and whose data waits in its slots until that write lands."""
+        rng = self._rng
+        where = {"prefill": rng.choice(PREFILLS), "decode": DECODES[0], "is_pushed": True}
+        for _ in range(3):
+            self._add(
+                prompt=self._long(),
+                is_walked_out=True,
+                calls_off_after_s=0.1,
+                write_fault=TransferFault(delay_s=0.6),
+                is_watched=True,
+                **where,
+            )
+        for _ in range(3):
+            self._add(
+                prompt=self._long(),
+                starts_after_s=0.2,
+                holds_ticket_s=0.5,
+                is_watched=True,
+                **where,
+            )
+
+    def _broken_pushes(self) -> None:
+        """A write fails, and with it what else is under way to that engine. What is in the slots
+        then is nobody's KV."""
+        where = {"prefill": self._rng.choice(PREFILLS), "decode": DECODES[0], "is_pushed": True}
+        for _ in range(3):
+            self._add(prompt=self._long(), write_fault=TransferFault(breaks=True), **where)
+
+    def _push_crowd(self) -> None:
+        """Leave is asked for more than there are slots; some of it is never used."""
+        for index in range(10):
+            self._add(
+                prompt=self._long(),
+                prefill=PREFILLS[index % 2],
+                decode=DECODES[0],
+                is_pushed=True,
+                is_walked_out=index % 3 == 0,
+                write_fault=TransferFault(delay_s=0.15),
+            )

@@ -14,10 +14,13 @@ from chaos_messages import (
     MAX_MODEL_LEN,
     Abort,
     Bye,
+    CallOff,
     EngineSettings,
+    ExpectPush,
     Explain,
     Explanation,
     Failed,
+    Leave,
     Progress,
     Ready,
     Settle,
@@ -28,6 +31,7 @@ from chaos_messages import (
 from chaos_runner import MisreadingRunner
 from engine_counts import EngineCounts
 from protections import switched_off
+from pushed_loads import PushedLoads
 from wire_faults import WireFaults
 
 from pdcore.clock import MonotonicClock
@@ -45,6 +49,7 @@ from pdcore.scheduler.unified import UnifiedScheduler
 __all__ = ["run_engine"]
 
 _KEY = b"a key that all engines of the run share"
+_BYTES_PER_TOKEN = 8
 
 
 def run_engine(settings: EngineSettings, connection: Connection) -> None:
@@ -73,8 +78,9 @@ class _Engine:
         self._faults.install()
         self._build(settings)
         self._batches = BatchQueue(self._scheduler, self._executor, depth=settings.depth)
-        self._counts = EngineCounts(self._scheduler, self._connector, self._worker)
-        self._jobs: dict[str, int] = {}
+        self._counts = EngineCounts(self._scheduler, self._connector)
+        self._pushed_loads = PushedLoads(self._worker)
+        self._jobs: dict[str, tuple[int, int]] = {}
         self._told: list[Told] = []
         self._settle_until: float | None = None
         self._is_leaving = False
@@ -83,6 +89,7 @@ class _Engine:
 
     def _build(self, settings: EngineSettings) -> None:
         times = settings.timeouts
+        self._takes_pushes = settings.num_push_slots > 0
         connector = NixlConnector(
             NixlConfig(
                 block_size=settings.block_size,
@@ -92,6 +99,7 @@ class _Engine:
                 lease_s=times.lease_s,
                 request_timeout_s=times.request_timeout_s,
                 stall_timeout_s=times.stall_timeout_s,
+                push_staging_bytes=settings.num_push_slots * settings.block_size * _BYTES_PER_TOKEN,
             )
         )
         self._worker = connector.worker_side()
@@ -115,7 +123,7 @@ class _Engine:
             clock=self._clock,
             limits=Limits(
                 max_num_seqs=16,
-                max_num_batched_tokens=128,
+                max_num_batched_tokens=settings.num_batched_tokens,
                 max_model_len=MAX_MODEL_LEN,
                 load_timeout_s=times.load_timeout_s,
                 quarantine_timeout_s=times.quarantine_timeout_s,
@@ -157,15 +165,19 @@ class _Engine:
         self._told += [self._as_told(output) for output in result.outputs]
 
     def _as_told(self, output: RequestOutput) -> Told:
-        job = self._jobs[output.request_id]
+        job, uid = self._jobs[output.request_id]
+        num_pushed_blocks = 0
         if output.finish_reason is not None:
             del self._jobs[output.request_id]
+            num_staged = self._pushed_loads.take(uid)
+            num_pushed_blocks = num_staged if output.num_external_tokens else 0
         return Told(
             job=job,
             token_ids=output.new_token_ids,
             finish_reason="" if output.finish_reason is None else str(output.finish_reason),
             cause=output.cause or "",
             kv_transfer_params=output.kv_transfer_params,
+            num_pushed_blocks=num_pushed_blocks,
         )
 
     def _tell(self) -> None:
@@ -192,6 +204,10 @@ class _Engine:
             match self._commands.get():
                 case Submit() as submit:
                     self._add(submit)
+                case ExpectPush() as ask:
+                    self._give_leave(ask)
+                case CallOff(push_to):
+                    self._connector.call_off_push(push_to)
                 case Abort(request_id):
                     self._scheduler.abort_requests([request_id])
                 case Explain(request_id):
@@ -205,6 +221,14 @@ class _Engine:
         deadline = None
         if submit.deadline_s is not None:
             deadline = self._clock.now() + submit.deadline_s
+        params = submit.kv_transfer_params or {}
+        push_to = params.get("push_to")
+        if push_to is not None:
+            self._faults.expect_writes(
+                push_id=push_to["push_id"],
+                fault=submit.transfer_fault,
+                notices=submit.notice_faults,
+            )
         request = Request(
             submit.request_id,
             submit.prompt_token_ids,
@@ -220,14 +244,19 @@ class _Engine:
         except (RequestError, TransferError) as error:
             self._told.append(Told(job=submit.job, finish_reason="refused", cause=str(error)))
             return
-        self._jobs[submit.request_id] = submit.job
-        params = submit.kv_transfer_params or {}
-        self._faults.expect(
-            uid=handle.uid,
-            transfer_id=params.get("transfer_id", ""),
-            read=submit.read_fault,
-            notices=submit.notice_faults,
-        )
+        self._jobs[submit.request_id] = (submit.job, handle.uid)
+        if push_to is None:
+            self._faults.expect_read(
+                uid=handle.uid,
+                transfer_id=params.get("transfer_id", ""),
+                fault=submit.transfer_fault,
+                notices=submit.notice_faults,
+            )
+
+    def _give_leave(self, ask: ExpectPush) -> None:
+        request = Request("any", ask.prompt_token_ids)
+        push_to = self._connector.expect_push(request) if self._takes_pushes else None
+        self._say(Leave(job=ask.job, num_tries=ask.num_tries, push_to=push_to))
 
     def _explain(self, request_id: str) -> None:
         status = self._scheduler.status(request_id)
@@ -244,16 +273,25 @@ class _Engine:
     def _settle(self) -> None:
         if self._settle_until is None:
             return
-        is_at_rest = not self._scheduler.has_requests() and not self._num_open()
+        is_at_rest = not self._scheduler.has_requests() and not self._open()
         if is_at_rest or time.monotonic() > self._settle_until:
             self._settle_until = None
             self._tell()
             self._say(Settled(leaks=tuple(self._leaks()), counts=self._counts.take()))
 
-    def _num_open(self) -> int:
-        """Tickets that this engine gave, or has, and that have not ended."""
+    def _open(self) -> list[str]:
+        """Tickets and pushes that this engine gave, or has, and that have not ended."""
         parts = self._connector._parts
-        return parts.hand_overs.registry.num_open + len(parts.pulls._pulls)
+        landings = parts.landings.counts()
+        numbers = {
+            "tickets given": parts.hand_overs.registry.num_open,
+            "tickets taken": len(parts.pulls._pulls),
+            "pushes under way": len(parts.pushes._pushes),
+            "ends of pushes not told": len(parts.pushes._untold),
+            "slots in use": landings.num_slots - landings.num_free_slots,
+            "slots in quarantine": landings.num_quarantined_slots,
+        }
+        return [f"{number} {name}" for name, number in numbers.items() if number]
 
     def _leaks(self) -> list[str]:
         """What is not as in an engine that never ran, apart from cached prefixes."""
@@ -271,15 +309,14 @@ class _Engine:
             )
         if pool.holds():
             leaks.append(f"{len(pool.holds())} holds")
-        if self._num_open():
-            leaks.append(f"{self._num_open()} open tickets")
-        return leaks + self._counts.leaks() + self._audit()
+        return leaks + self._open() + self._counts.leaks() + self._audit()
 
     def _audit(self) -> list[str]:
         try:
             self._scheduler.check()
             self._pool.check()
             self._connector._parts.hand_overs.registry.check()
+            self._connector._parts.landings.check()
         except InvariantBroken as error:
             return [f"broken: {error}"]
         if not self._scheduler.reset_prefix_cache():

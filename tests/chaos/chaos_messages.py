@@ -9,6 +9,13 @@ import attrs
 MAX_MODEL_LEN = 512
 
 
+TicketNotice = Literal["Renew", "Reading", "Accept", "Release"]
+"""From a decode engine."""
+PushNotice = Literal["Claim", "Pushing", "PushEnded"]
+"""From a prefill engine."""
+Notice = TicketNotice | PushNotice
+
+
 @attrs.frozen(kw_only=True)
 class Timeouts:
     """How long an engine bears with what does not come; short, so that a run sees them all."""
@@ -29,6 +36,8 @@ class EngineSettings:
         port: of its side channel; 0 takes a free one. A restart takes the same one again.
         block_size: tokens in a block.
         num_blocks: of its pool, the null block included.
+        num_push_slots: blocks in its staging memory for pushes; 0 takes none.
+        num_batched_tokens: how many it computes in a step.
         depth: plans under way.
         on_load_failure, max_load_retries: as `Limits` has them.
         timeouts: its limits in time.
@@ -42,6 +51,8 @@ class EngineSettings:
     port: int = 0
     block_size: int = 8
     num_blocks: int = 161
+    num_push_slots: int = 0
+    num_batched_tokens: int = 128
     depth: int = 1
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     max_load_retries: int = 0
@@ -53,21 +64,23 @@ class EngineSettings:
 
 
 @attrs.frozen(kw_only=True)
-class ReadFault:
-    """What befalls the first read of a request.
+class TransferFault:
+    """What befalls the first read of a request, or the first write of its push.
 
     Args:
         delay_s: the data lands so much later.
         is_lost: no completion ever comes.
+        breaks: it fails as it is begun, and all that is under way to that peer with it.
     """
 
     delay_s: float = 0.0
     is_lost: bool = False
+    breaks: bool = False
 
 
 @attrs.frozen(kw_only=True)
 class NoticeFault:
-    """What befalls the next messages of one kind about one ticket.
+    """What befalls the next messages of one kind about one ticket or one push.
 
     Args:
         message: name of the message's class.
@@ -76,7 +89,7 @@ class NoticeFault:
         delay_s: how late.
     """
 
-    message: Literal["Renew", "Reading", "Accept", "Release"]
+    message: Notice
     kind: Literal["drop", "lose reply", "delay", "repeat"]
     count: int = 1
     delay_s: float = 0.0
@@ -97,8 +110,24 @@ class Submit:
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     deadline_s: float | None = None
-    read_fault: ReadFault | None = None
+    transfer_fault: TransferFault | None = None
     notice_faults: tuple[NoticeFault, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class ExpectPush:
+    """Give leave to push a prompt; ``job`` and ``num_tries`` name who asks."""
+
+    job: int
+    num_tries: int
+    prompt_token_ids: tuple[int, ...]
+
+
+@attrs.frozen
+class CallOff:
+    """A push that leave was given for is not wanted."""
+
+    push_to: dict[str, Any]
 
 
 @attrs.frozen
@@ -148,17 +177,42 @@ class Counts:
     num_released: int = 0
     num_preemptions: int = 0
     num_failed_steps: int = 0
+    num_pushes: int = 0
+    num_refused_pushes: int = 0
+    num_push_restarts: int = 0
+    num_expected: int = 0
+    num_declined: int = 0
+    num_landed: int = 0
+    num_used: int = 0
 
 
 @attrs.frozen(kw_only=True)
 class Told:
-    """What a step meant for a request; ``finish_reason`` is empty while it lives."""
+    """What a step meant for a request.
+
+    Args:
+        job: which life of its id.
+        token_ids: new ones.
+        finish_reason, cause: why it ended; empty while it lives.
+        kv_transfer_params: its ticket.
+        num_pushed_blocks: of the KV that it ran on, blocks that were pushed; told at its end.
+    """
 
     job: int
     token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
     cause: str = ""
     kv_transfer_params: dict[str, Any] | None = None
+    num_pushed_blocks: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Leave:
+    """The answer to an `ExpectPush`; None when there is no room."""
+
+    job: int
+    num_tries: int
+    push_to: dict[str, Any] | None
 
 
 @attrs.frozen(kw_only=True)

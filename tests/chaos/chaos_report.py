@@ -96,6 +96,19 @@ class Report:
             f"{counts.num_accepted} accepted, {counts.num_rejected} rejected, "
             f"{counts.num_released} given back, {counts.num_expired} leases expired",
         )
+        yield (
+            "pushes",
+            f"{counts.num_expected} expected, {counts.num_declined} declined for want of room; "
+            f"{counts.num_pushes} begun, {counts.num_refused_pushes} refused, "
+            f"{counts.num_push_restarts} begun anew, {counts.num_landed} vouched for, "
+            f"{counts.num_used} loaded",
+        )
+        pushed = [life for life in self.lives if life.num_pushed_blocks]
+        yield (
+            "ran on pushed KV",
+            f"{len(pushed)} requests, {sum(life.num_pushed_blocks for life in pushed)} blocks; "
+            f"{sum(len(life.token_ids) for life in pushed)} of their tokens checked",
+        )
         yield "quarantines", f"{counts.num_quarantines}"
         yield "events", f"{counts.num_duplicates} duplicates, {counts.num_late_events} late"
         yield (
@@ -135,6 +148,7 @@ def _describe(engine: EngineSettings) -> str:
     return (
         f"{engine.num_blocks - 1} blocks of {engine.block_size}, batch queue of {engine.depth}, "
         f"{engine.on_load_failure} after {engine.max_load_retries} retries"
+        + (f", {engine.num_push_slots} slots for pushes" if engine.num_push_slots else "")
     )
 
 

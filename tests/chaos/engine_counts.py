@@ -5,7 +5,6 @@ from __future__ import annotations
 from chaos_messages import Counts
 
 from pdcore.connector.base import SchedulerConnector
-from pdcore.connector.nixl.worker_side import NixlWorkerConnector
 from pdcore.messages import TransferKey
 from pdcore.scheduler.unified import UnifiedScheduler
 
@@ -18,21 +17,13 @@ class EngineCounts:
     Args:
         scheduler: asked for its totals.
         connector: every load that it is told to cancel is in quarantine.
-        worker: asked for its finished reads.
 
     Attributes:
         num_failed_steps: for the loop to count.
     """
 
-    def __init__(
-        self,
-        scheduler: UnifiedScheduler,
-        connector: SchedulerConnector,
-        worker: NixlWorkerConnector,
-    ) -> None:
+    def __init__(self, scheduler: UnifiedScheduler, connector: SchedulerConnector) -> None:
         self._scheduler = scheduler
-        self._worker = worker
-        self._num_bytes = 0
         self._num_quarantines = 0
         self.num_failed_steps = 0
         cancel = connector.cancel
@@ -45,13 +36,13 @@ class EngineCounts:
 
     def take(self) -> Counts:
         """The totals now."""
-        self._num_bytes += sum(read.num_bytes for read in self._worker.take_transfer_stats())
         stats = self._scheduler.stats()
         tickets, loads = stats.connector.tickets, stats.connector.loads
+        pushes, landings = stats.connector.pushes, stats.connector.landings
         return Counts(
             num_loads=loads.num_started,
             num_transfers=loads.num_finished,
-            num_bytes=self._num_bytes,
+            num_bytes=sum(read.num_bytes for read in stats.connector.transfers),
             num_failed_loads=stats.num_failed_loads,
             num_recomputed_tokens=stats.num_recomputed_tokens,
             num_late_events=stats.num_late_events + loads.num_late + tickets.num_late,
@@ -63,6 +54,13 @@ class EngineCounts:
             num_released=tickets.num_released,
             num_preemptions=stats.num_preemptions,
             num_failed_steps=self.num_failed_steps,
+            num_pushes=pushes.num_started,
+            num_refused_pushes=pushes.num_refused,
+            num_push_restarts=pushes.num_restarts,
+            num_expected=landings.num_expected,
+            num_declined=landings.num_declined,
+            num_landed=landings.num_landed,
+            num_used=landings.num_used,
         )
 
     def leaks(self) -> list[str]:

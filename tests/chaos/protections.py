@@ -10,6 +10,9 @@ import attrs
 from chaos_messages import EngineSettings, Timeouts
 
 from pdcore.connector.base import ConnectorEvents
+from pdcore.connector.nixl.push.landing import Landing, LandingState
+from pdcore.connector.nixl.push.landings import LandingRegistry
+from pdcore.connector.nixl.push.push import Push
 from pdcore.connector.nixl.scheduler_side import NixlSchedulerConnector
 from pdcore.connector.tickets import TicketAnswer, TicketRegistry
 from pdcore.messages import TransferKey
@@ -133,6 +136,26 @@ def _request_ids_as_uids(settings: EngineSettings) -> Iterator[EngineSettings]:
         yield settings
 
 
+@contextmanager
+def _reusing_slots(settings: EngineSettings) -> Iterator[EngineSettings]:
+    drop = LandingRegistry._drop
+
+    def free_at_once(registry: LandingRegistry, landing: Landing) -> None:
+        if landing.state is LandingState.CLAIMED:
+            registry._free_slots(landing)
+        else:
+            drop(registry, landing)
+
+    with _replaced(LandingRegistry, "_drop", free_at_once):
+        yield settings
+
+
+@contextmanager
+def _vouching_for_all_slots(settings: EngineSettings) -> Iterator[EngineSettings]:
+    with _replaced(Push, "num_vouched", lambda push: len(push.params.slots)):
+        yield settings
+
+
 PROTECTIONS = {
     "accept": Protection(
         what="P vouches for a read: its lease never lapsed, its blocks are the ticket's",
@@ -158,5 +181,15 @@ PROTECTIONS = {
         what="a transfer is named by its request's life, not by its id",
         signs=("wrong token", "hang", "leak", "dead engine", "untrue reason"),
         without=_request_ids_as_uids,
+    ),
+    "slots": Protection(
+        what="a slot for pushes is not given out while somebody may still write to it",
+        signs=("wrong token",),
+        without=_reusing_slots,
+    ),
+    "vouching": Protection(
+        what="P vouches for a pushed block only if it was held, complete, and has arrived",
+        signs=("wrong token",),
+        without=_vouching_for_all_slots,
     ),
 }

@@ -15,6 +15,7 @@ from chaos_messages import (
     Counts,
     Explain,
     Explanation,
+    Leave,
     Progress,
     Settle,
     Settled,
@@ -23,6 +24,7 @@ from chaos_messages import (
 )
 from engine_process import EngineProcess
 from fleet import Fleet
+from leaves import Leaves
 from timers import Timers
 from verdict import Finding, Life, Oracle, judge
 
@@ -73,6 +75,7 @@ class Router:
         self._engine_faults = list(plan.engine_faults)
         self._timers = Timers()
         self._fleet = Fleet(engines, self._timers, lost=self._lost)
+        self._leaves = Leaves(self._fleet, self._timers, answered=self._prefill)
         self._live: set[int] = set()
         self._num_begun = 0
         self._explanation = ""
@@ -130,19 +133,27 @@ class Router:
         life.began_at = time.monotonic() + life.job.starts_after_s
         life.heard_at = life.began_at
         self._job_faults.update(faults_of(life.job))
-        self._timers.after(life.job.starts_after_s, partial(self._prefill, life))
+        self._timers.after(life.job.starts_after_s, partial(self._try, life))
         self._num_begun += 1
 
-    def _prefill(self, life: Life) -> None:
+    def _try(self, life: Life) -> None:
         if life.stage == "ended":
             return
         life.num_tries += 1
         life.token_ids.clear()
+        engine = self._leaves.ask(life) if life.job.is_pushed else None
+        if engine is None:
+            self._prefill(life, None)
+        else:
+            life.stage, life.engine, life.heard_at = "leave", engine.name, time.monotonic()
+
+    def _prefill(self, life: Life, push_to: dict[str, Any] | None) -> None:
         engine = self._fleet.reachable(life.job.prefill, PREFILLS)
         if engine is None:
             self._hand_over(life, None)
             return
-        self._submit(life, engine, "prefill", max_tokens=1, params=_WANT_HAND_OVER)
+        params = _WANT_HAND_OVER | ({} if push_to is None else {"push_to": push_to})
+        self._submit(life, engine, "prefill", max_tokens=1, params=params)
 
     def _hand_over(self, life: Life, params: dict[str, Any] | None) -> None:
         """The prompt is computed: go to the decode engine, when the plan says so."""
@@ -197,8 +208,8 @@ class Router:
                 cache_salt=job.cache_salt,
                 kv_transfer_params=params,
                 deadline_s=job.deadline_s,
-                read_fault=job.read_fault if stage == "decode" else None,
-                notice_faults=job.notice_faults if stage == "decode" else (),
+                transfer_fault=job.read_fault if stage == "decode" else job.write_fault,
+                notice_faults=job.notice_faults,
             )
         )
         if job.abort_at == stage:
@@ -239,6 +250,8 @@ class Router:
                 self.misreads += message.misreads
                 for told in message.told:
                     self._take_told(engine, told)
+            case Leave():
+                self._leaves.take(engine, self.lives[message.job], message)
             case Settled():
                 self._settled[engine.name] = message
             case Explanation(words):
@@ -265,6 +278,7 @@ class Router:
             life.token_ids.clear()
             self._hand_over(life, told.kv_transfer_params)
         else:
+            life.num_pushed_blocks = told.num_pushed_blocks
             self._end(life, told.finish_reason, told.cause)
 
     # What befalls engines.
@@ -284,7 +298,7 @@ class Router:
             self.find("dead engine", f"{engine.name}: {cause}")
         for number in sorted(self._live):
             life = self.lives[number]
-            if life.engine == engine.name and life.stage in ("prefill", "decode"):
+            if life.engine == engine.name and life.stage in ("leave", "prefill", "decode"):
                 self._begin_anew(life)
 
     def _begin_anew(self, life: Life) -> None:
@@ -292,7 +306,7 @@ class Router:
         if life.was_aborted:
             self._end(life, "abort")
         elif life.num_tries < _MAX_NUM_TRIES:
-            self._prefill(life)
+            self._try(life)
         else:
             self._end(life, "engine killed", f"{life.num_tries} times")
 
@@ -361,5 +375,14 @@ def faults_of(job: Job) -> Iterator[str]:
         yield "crowd at one D"
     if job.read_fault is not None:
         yield "lost completion" if job.read_fault.is_lost else "slow read"
+    if job.write_fault is not None:
+        if job.write_fault.breaks:
+            yield "broken write"
+        else:
+            yield "lost write completion" if job.write_fault.is_lost else "slow write"
+    if job.calls_off_after_s is not None:
+        yield "push called off"
+    if job.leave_from and job.leave_from != job.decode:
+        yield "leave from another D"
     for fault in job.notice_faults:
         yield f"notice: {fault.kind}"

@@ -15,6 +15,7 @@ from chaos_report import Report
 from engine_process import EngineProcess
 from protections import PROTECTIONS
 from router import Bounds, Router
+from verdict import judge_movement
 
 __all__ = ["run"]
 
@@ -44,7 +45,7 @@ def run(seed: int, num_requests: int, *, without: str = "", bounds: Bounds | Non
         if router.misreads and not any(f.kind == "wrong token" for f in router.findings):
             router.find("foreign KV", f"it reached no client, but: {router.misreads[0]}")
         if not without:
-            _must_have_moved(router)
+            router.findings += judge_movement(router.counts, router.lives)
             _let_them_end(router, engines)
     finally:
         for engine in engines.values():
@@ -76,6 +77,11 @@ def _settings(seed: int, *, without: str) -> list[EngineSettings]:
             name=name,
             block_size=sizes[name],
             num_blocks=1 + (1280 if name in PREFILLS else 1024) // sizes[name],
+            num_push_slots=0 if name in PREFILLS else rng.choice((64, 128)),
+            # So few that a prompt takes several steps, and its push several writes; so slow that
+            # the claim is granted meanwhile, on a busy machine, too.
+            num_batched_tokens=48 if name in PREFILLS else 128,
+            device_s=0.006 if name in PREFILLS else 0.002,
             depth=rng.choice((1, 2)),
             on_load_failure=policies[DECODES.index(name)] if name in DECODES else "recompute",
             max_load_retries=rng.choice((0, 1)),
@@ -84,15 +90,6 @@ def _settings(seed: int, *, without: str) -> list[EngineSettings]:
         )
         for name in PREFILLS + DECODES
     ]
-
-
-def _must_have_moved(router: Router) -> None:
-    """A transport on which every load fails would pass all else: everybody computes for himself."""
-    counts = router.counts
-    if counts.num_accepted < counts.num_loads / 4:
-        router.find(
-            "nothing moved", f"{counts.num_accepted} of {counts.num_loads} loads were vouched for"
-        )
 
 
 def _let_them_end(router: Router, engines: dict[str, EngineProcess]) -> None:

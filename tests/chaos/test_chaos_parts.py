@@ -6,8 +6,9 @@ from typing import Any
 
 import attrs
 import pytest
-from adversary import Job, make_plan
-from verdict import Life, Oracle, judge
+from adversary import DECODES, Job, make_plan
+from chaos_messages import Counts
+from verdict import Life, Oracle, judge, judge_movement
 
 _JOB = Job(number=0, request_id="r0", prompt=(5, 6, 7), max_tokens=4, prefill="P0", decode="D0")
 _LAPSED = "remote KV could not be loaded: engine P0 at 127.0.0.1:1: its lease of 1 s ended"
@@ -87,3 +88,43 @@ def test_a_wrong_token_is_found_however_the_request_ended() -> None:
     life.token_ids[1] += 1
 
     assert a_finding(life) == "wrong token"
+
+
+_MOVED = Counts(num_loads=40, num_accepted=10, num_pushes=28, num_landed=5)
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_pushed_blocks", "words"),
+    [
+        (_MOVED, 1, []),
+        (attrs.evolve(_MOVED, num_accepted=9), 1, ["9 of 40 loads were vouched for"]),
+        (attrs.evolve(_MOVED, num_landed=4), 1, ["4 of 28 pushes were vouched for"]),
+        (attrs.evolve(_MOVED, num_pushes=9, num_landed=1), 1, []),
+        (attrs.evolve(_MOVED, num_pushes=9, num_landed=0), 1, ["0 of 9 pushes were vouched for"]),
+        (attrs.evolve(_MOVED, num_pushes=0, num_landed=0), 1, ["0 of 0 pushes were vouched for"]),
+        (_MOVED, 0, ["no request ran on KV that was pushed"]),
+    ],
+)
+def test_a_run_in_which_too_little_moved_is_found(
+    counts: Counts, num_pushed_blocks: int, words: list[str]
+) -> None:
+    """A quarter of the loads and of the pushes, and a request that ran on what was pushed."""
+    life = a_life("length", num_tokens=4)
+    life.num_pushed_blocks = num_pushed_blocks
+    assert [finding.words for finding in judge_movement(counts, [life])] == words
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plan_pushes_a_good_share(seed: int) -> None:
+    """With slow and lost writes, called-off leave and leave from elsewhere among them."""
+    jobs = make_plan(seed, 1000).jobs
+    pushed = [job for job in jobs if job.is_pushed]
+    assert len(pushed) > 250
+    assert {job.decode for job in pushed} == set(DECODES)
+    assert any(job.write_fault is not None and job.write_fault.is_lost for job in pushed)
+    assert any(job.write_fault is not None and job.write_fault.delay_s for job in pushed)
+    assert any(job.write_fault is not None and job.write_fault.breaks for job in pushed)
+    assert any(job.calls_off_after_s is not None for job in pushed)
+    assert any(job.leave_from not in ("", job.decode) for job in pushed)
+    told = {fault.message for job in pushed for fault in job.notice_faults}
+    assert told >= {"Claim", "Pushing", "PushEnded"}

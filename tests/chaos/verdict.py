@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import attrs
 from adversary import Job
+from chaos_messages import Counts
 
 from pdcore.request import FinishReason, Request, SamplingParams
 from pdcore.testing.oracle import FakeModel
 
-__all__ = ["Finding", "Life", "Oracle", "judge"]
+__all__ = ["Finding", "Life", "Oracle", "judge", "judge_movement"]
 
+_NUM_UNLUCKY_PUSHES = 8
 _REASONS_TO_RECOMPUTE = re.compile(
     r"lease|vouch|ticket|restarted|another engine|cannot be reached|did not answer"
     r"|no completion within|no data came|lost engine|refused|limit"
@@ -37,17 +40,18 @@ class Life:
         job: what the plan says.
         expected: its tokens when it runs alone, and why that run ends.
         stage: where it is.
-        engine: at which engine, in the stages "prefill" and "decode".
+        engine: at which engine, in the stages "leave", "prefill" and "decode".
         token_ids: what it was given so far, since it last began anew.
         num_tries: how often it began.
         began_at, heard_at: when it began first, and when there was news last.
         was_aborted: whether the client gave up.
         outcome, cause: how it ended.
+        num_pushed_blocks: of the KV that it ran on, how many blocks were pushed.
     """
 
     job: Job
     expected: tuple[list[int], FinishReason]
-    stage: Literal["queued", "prefill", "holding", "decode", "ended"] = "queued"
+    stage: Literal["queued", "leave", "prefill", "holding", "decode", "ended"] = "queued"
     engine: str = ""
     token_ids: list[int] = attrs.field(factory=list)
     num_tries: int = 0
@@ -56,6 +60,7 @@ class Life:
     was_aborted: bool = False
     outcome: str = ""
     cause: str = ""
+    num_pushed_blocks: int = 0
 
     @property
     def request_id(self) -> str:
@@ -134,6 +139,21 @@ def judge(life: Life, *, now: float, fails_on_lost_load: bool, num_kills: int) -
     else:
         words = f"{life.outcome}: {life.cause}"
     return Finding("untrue reason", f"request {life.job.request_id} ended with {words}")
+
+
+def judge_movement(counts: Counts, lives: Iterable[Life]) -> Iterator[Finding]:
+    """Whether KV has moved, both ways. A transport on which every load fails, or every push, would
+    pass all else: everybody computes, or reads, for himself."""
+    asked = {
+        "loads": (counts.num_loads, counts.num_loads, counts.num_accepted),
+        # A small run begins few, and each slow write or client that is gone costs one.
+        "pushes": (counts.num_pushes, counts.num_pushes - _NUM_UNLUCKY_PUSHES, counts.num_landed),
+    }
+    for what, (num_begun, num_judged, num_vouched) in asked.items():
+        if num_vouched < max(num_judged / 4, 1):
+            yield Finding("nothing moved", f"{num_vouched} of {num_begun} {what} were vouched for")
+    if not any(life.num_pushed_blocks and life.token_ids for life in lives):
+        yield Finding("nothing moved", "no request ran on KV that was pushed")
 
 
 def _is_true(cause: str, num_kills: int) -> bool:

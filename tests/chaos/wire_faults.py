@@ -1,4 +1,4 @@
-"""What the adversary does to reads and to notices, inside of an engine's process."""
+"""What the adversary does to reads, writes and notices, inside of an engine's process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import attrs
 import numpy as np
-from chaos_messages import NoticeFault, ReadFault
+from chaos_messages import NoticeFault, TransferFault
 
 from pdcore.connector.nixl.agent import TransferAgent
 from pdcore.connector.nixl.client import PeerClient
@@ -26,41 +27,60 @@ Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @attrs.define(eq=False)
-class _SlowRead:
-    """A read that the wire has not brought yet. It stands for NIXL's handle."""
+class _SlowTransfer:
+    """A read or write that the wire has not done yet. It stands for NIXL's handle."""
 
-    fault: ReadFault
+    fault: TransferFault
     due: float
-    local_ids: Int32Array
-    remote_ids: Int32Array
+    post: Callable[[], tuple[Any, bool]]
     handle: Any = None
 
 
 class WireFaults:
-    """Slows reads, loses completions, and drops, delays and repeats notices, as it is told.
+    """Slows transfers, loses completions, and drops, delays and repeats notices, as it is told.
 
     `install` puts it between the connector and the outside, for the whole process.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_uid: dict[int, ReadFault] = {}
-        self._by_blocks: dict[frozenset[int], ReadFault] = {}
+        self._reads: dict[int, TransferFault] = {}
+        self._writes: dict[str, TransferFault] = {}
+        self._by_blocks: dict[tuple[str, frozenset[int]], TransferFault] = {}
         self._notices: dict[str, list[NoticeFault]] = defaultdict(list)
 
-    def expect(
-        self, *, uid: int, transfer_id: str, read: ReadFault | None, notices: Iterable[NoticeFault]
+    def expect_read(
+        self,
+        *,
+        uid: int,
+        transfer_id: str,
+        fault: TransferFault | None,
+        notices: Iterable[NoticeFault],
     ) -> None:
         """Be ready for one request's first read, and for its ticket's notices."""
         with self._lock:
-            if read is not None:
-                self._by_uid[uid] = read
-            for fault in notices:
-                self._notices[transfer_id] += [fault] * fault.count
+            if fault is not None:
+                self._reads[uid] = fault
+            self._expect_notices(transfer_id, notices)
+
+    def expect_writes(
+        self, *, push_id: str, fault: TransferFault | None, notices: Iterable[NoticeFault]
+    ) -> None:
+        """Be ready for one push's first write, and for its notices."""
+        with self._lock:
+            if fault is not None:
+                self._writes[push_id] = fault
+            self._expect_notices(push_id, notices)
+
+    def _expect_notices(self, about: str, notices: Iterable[NoticeFault]) -> None:
+        for fault in notices:
+            self._notices[about] += [fault] * fault.count
 
     def install(self) -> None:
         """Wrap what moves bytes and messages."""
         self._wrap_worker()
+        self._wrap_post("post_read")
+        self._wrap_post("post_write")
         self._wrap_agent()
         self._wrap_client()
 
@@ -68,46 +88,61 @@ class WireFaults:
         start_load_kv = NixlWorkerConnector.start_load_kv
 
         def start(worker: NixlWorkerConnector, meta: NixlMeta | None) -> None:
-            with self._lock:
-                for task in meta.reads if meta is not None else ():
-                    fault = self._by_uid.pop(task.transfer.uid, None)
-                    if fault is not None:
-                        self._by_blocks[frozenset(task.local_block_ids.tolist())] = fault
+            if meta is not None:
+                with self._lock:
+                    self._meet(meta)
             start_load_kv(worker, meta)
 
         NixlWorkerConnector.start_load_kv = start  # type: ignore[method-assign,assignment]
 
-    def _wrap_agent(self) -> None:
-        post_read, poll = TransferAgent.post_read, TransferAgent.poll
-        release, destroy = TransferAgent.release, TransferAgent.destroy
+    def _meet(self, meta: NixlMeta) -> None:
+        """Find the transfers that something is to befall, by the blocks here that they move."""
+        for read in meta.reads:
+            if (fault := self._reads.pop(read.transfer.uid, None)) is not None:
+                ids = read.local_block_ids
+                ids = ids if read.staged_slots is None else ids[read.staged_slots < 0]
+                self._by_blocks["post_read", frozenset(ids.tolist())] = fault
+        for write in meta.pushes:
+            if (fault := self._writes.pop(write.push_id, None)) is not None:
+                self._by_blocks["post_write", frozenset(write.block_ids.tolist())] = fault
+
+    def _wrap_post(self, name: str) -> None:
+        post = getattr(TransferAgent, name)
 
         def post_slowly(agent: TransferAgent, local: Int32Array, remote: Int32Array) -> Any:
             with self._lock:
-                fault = self._by_blocks.pop(frozenset(local.tolist()), None)
+                fault = self._by_blocks.pop((name, frozenset(local.tolist())), None)
             if fault is None:
-                return post_read(agent, local, remote)
-            return _SlowRead(fault, time.monotonic() + fault.delay_s, local, remote), False
+                return post(agent, local, remote)
+            if fault.breaks:
+                raise PeerLost("the wire broke")
+            post_later = partial(post, agent, local, remote)
+            return _SlowTransfer(fault, time.monotonic() + fault.delay_s, post_later), False
+
+        setattr(TransferAgent, name, post_slowly)
+
+    def _wrap_agent(self) -> None:
+        poll, release, destroy = TransferAgent.poll, TransferAgent.release, TransferAgent.destroy
 
         def poll_slowly(agent: TransferAgent, handle: Any) -> bool:
-            if not isinstance(handle, _SlowRead):
+            if not isinstance(handle, _SlowTransfer):
                 return poll(agent, handle)
             if time.monotonic() < handle.due:
                 return False
             is_done = False
             if handle.handle is None:
-                handle.handle, is_done = post_read(agent, handle.local_ids, handle.remote_ids)
+                handle.handle, is_done = handle.post()
             is_done = is_done or poll(agent, handle.handle)
             return is_done and not handle.fault.is_lost
 
         def release_real(agent: TransferAgent, handle: Any) -> None:
-            release(agent, handle.handle if isinstance(handle, _SlowRead) else handle)
+            release(agent, handle.handle if isinstance(handle, _SlowTransfer) else handle)
 
         def destroy_real(agent: TransferAgent, handles: list[Any]) -> None:
-            real = [each.handle if isinstance(each, _SlowRead) else each for each in handles]
+            real = [each.handle if isinstance(each, _SlowTransfer) else each for each in handles]
             handles.clear()
             destroy(agent, [handle for handle in real if handle is not None])
 
-        TransferAgent.post_read = post_slowly  # type: ignore[method-assign,assignment]
         TransferAgent.poll = poll_slowly  # type: ignore[method-assign,assignment]
         TransferAgent.release = release_real  # type: ignore[method-assign,assignment]
         TransferAgent.destroy = destroy_real  # type: ignore[method-assign,assignment]
@@ -135,7 +170,8 @@ class WireFaults:
 
     def _next_fault(self, request: Message) -> NoticeFault | None:
         with self._lock:
-            faults = self._notices.get(getattr(request, "transfer_id", ""), [])
+            about = getattr(request, "transfer_id", "") or getattr(request, "push_id", "")
+            faults = self._notices.get(about, [])
             for fault in faults:
                 if fault.message == type(request).__name__:
                     faults.remove(fault)
