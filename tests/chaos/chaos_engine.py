@@ -291,6 +291,8 @@ class _Engine:
             "slots in use": landings.num_slots - landings.num_free_slots,
             "slots in quarantine": landings.num_quarantined_slots,
         }
+        if parts.pushes.awaits_reports:
+            numbers[f"awaited of {self._worker._pushes!r}"] = 1
         return [f"{number} {name}" for name, number in numbers.items() if number]
 
     def _leaks(self) -> list[str]:

@@ -7,11 +7,10 @@ solo run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from nixl_engines import Engine, until
@@ -31,11 +30,8 @@ from nixl_pushes import (
 )
 from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
 
-from pdcore.connector.nixl.link import PeerLink
-from pdcore.connector.nixl.protocol import PushEnded
-from pdcore.connector.nixl.push import desk as push_desk
 from pdcore.connector.nixl.push.landing_area import LandingArea
-from pdcore.errors import ConfigError, ExecutorError, InvalidTransferParams, PeerLost
+from pdcore.errors import ConfigError, ExecutorError
 from pdcore.request import FinishReason, Request
 
 pytestmark = [
@@ -45,28 +41,6 @@ pytestmark = [
 ]
 
 PROMPT = prompts(1, seed=1, shared=40)[0]
-
-
-@pytest.fixture
-def prefill() -> Iterator[WholeEngine]:
-    """A prefill engine."""
-    with closing(prefill_engine(lease_s=5)) as engine:
-        yield engine
-
-
-@pytest.fixture
-def decode() -> Iterator[WholeEngine]:
-    """A decode engine with staging memory, which gives writers up after 4 s of silence."""
-    with closing(decode_engine(lease_s=4, request_timeout_s=2.0)) as engine:
-        yield engine
-
-
-@pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowWire]:
-    """A wire on which nothing gets through before it is cleared."""
-    wire = SlowWire(monkeypatch)
-    yield wire
-    wire.clear()
 
 
 def first_chunk(engine: WholeEngine, wire: SlowWire) -> None:
@@ -369,70 +343,4 @@ def test_a_push_that_is_called_off_while_it_is_read(
     run_until(lambda: "a" in decode.ends, decode, prefill)
     assert decode.tokens["a"] == decode.runner.solo_tokens(request)
     assert landings(decode).num_used == 1
-    run_idle(prefill, decode)
-
-
-def test_news_of_an_end_wake_an_engine_that_rests(
-    prefill: WholeEngine, decode: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loop that steps only while there are requests takes them in; then there is nothing."""
-    ask, is_lost = PeerLink.ask, [True]
-
-    async def ask_over_a_bad_line(link: PeerLink, request: Any, reply_type: Any) -> Any:
-        if isinstance(request, PushEnded) and is_lost[0]:
-            raise PeerLost("the line is bad")
-        return await ask(link, request, reply_type)
-
-    monkeypatch.setattr(PeerLink, "ask", ask_over_a_bad_line)
-    begin(prefill, "a", PROMPT, expect(decode, PROMPT))
-    prefill.scheduler.abort_requests(["a"])
-    run_until(lambda: not prefill.scheduler.has_requests(), prefill)
-    is_lost[0] = False
-    until(prefill.scheduler.has_requests)
-    assert pushes(prefill).num_ended == 0
-    prefill.step()
-    assert pushes(prefill).num_ended == 1
-    assert not prefill.scheduler.has_requests()
-    run_idle(decode)
-
-
-def test_there_is_a_limit_to_ends_that_cannot_be_told(
-    prefill: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leave that names an engine which is gone costs a bounded amount of memory, and no request."""
-    monkeypatch.setattr(push_desk, "_MAX_NUM_PUSHES", 3)
-    with closing(decode_engine()) as decode:
-        leaves = [expect(decode, PROMPT[:9]) for _ in range(8)]
-    for i, push_to in enumerate(leaves):
-        params = {"do_remote_decode": True, "push_to": push_to}
-        prefill.add(f"a{i}", PROMPT[:9], max_tokens=1, params=params)
-        run_until(lambda i=i: f"a{i}" in prefill.ends, prefill)
-        assert prefill.ends[f"a{i}"].kv_transfer_params is not None
-    assert len(prefill.connector._parts.pushes._untold) == 3
-    assert pushes(prefill).num_refused >= 5
-
-
-def test_leave_is_not_used_again_while_the_first_end_is_not_told(
-    prefill: WholeEngine, decode: WholeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That end would free slots which the second request writes to."""
-    ask, is_lost = PeerLink.ask, [True]
-
-    async def ask_over_a_bad_line(link: PeerLink, request: Any, reply_type: Any) -> Any:
-        if isinstance(request, PushEnded) and is_lost[0]:
-            raise PeerLost("the line is bad")
-        return await ask(link, request, reply_type)
-
-    monkeypatch.setattr(PeerLink, "ask", ask_over_a_bad_line)
-    push_to = expect(decode, PROMPT)
-    begin(prefill, "a", PROMPT, push_to)
-    prefill.scheduler.abort_requests(["a"])
-    params = {"do_remote_decode": True, "push_to": push_to}
-    with pytest.raises(InvalidTransferParams, match="in use"):
-        prefill.add("b", PROMPT, max_tokens=1, params=params)
-    is_lost[0] = False
-    run_until(lambda: pushes(prefill).num_ended == 1, prefill, decode)
-    begin(prefill, "c", PROMPT, push_to)
-    assert (pushes(prefill).num_started, pushes(prefill).num_refused) == (1, 1)
-    finish(prefill, "c", decode)
     run_idle(prefill, decode)

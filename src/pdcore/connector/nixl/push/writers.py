@@ -105,11 +105,9 @@ class PushWriters:
                 self._num_pushes += 1
                 push = RankPush(push_id=task.push_id, serial=self._num_pushes)
                 self._pushes[task.push_id] = self._by_serial[push.serial] = push
-            if task.attempt != push.attempt:
-                push.attempt, push.num_done = task.attempt, 0
-                push.waiting.clear()
-            push.waiting.append(task)
-        self._advance(push)
+            push.add(task)
+            write = self._take_next(push)
+        self._begin(push, write)
 
     def _stop(self, stop: PushStop) -> None:
         with self._lock:
@@ -129,22 +127,31 @@ class PushWriters:
                 return
             push.must_report = True
             if not stop.is_wanted:
-                push.waiting.clear()
-                push.cause = push.cause or "nobody wants it any more"
-        self._advance(push)
+                push.give_up("nobody wants it any more")
+            write = self._take_next(push)
+        self._begin(push, write)
 
-    def _advance(self, push: RankPush) -> None:
-        """Begin the next write of a push, or report that there is none."""
-        with self._lock:
-            if push.flying is not None:
-                return
-            if push.cause or self._is_closed:
-                push.waiting.clear()
-            task = push.waiting.popleft() if push.waiting else None
-            push.flying = task
-            if task is None:
-                self._report(push)
-                return
+    def _take_next(self, push: RankPush) -> PushTask | None:
+        """The next write of a push, or None: then one is under way, or there is none, which is
+        reported if somebody asked.
+
+        The lock is held, from the moment at which the last write was seen to have ended: else the
+        worker's thread and a writer's could both find that there is nothing left, and both report.
+        """
+        if push.flying is not None:
+            return None
+        if self._is_closed:
+            push.waiting.clear()
+        push.flying = push.waiting.popleft() if push.waiting else None
+        if push.flying is None and push.must_report:
+            del self._pushes[push.push_id], self._by_serial[push.serial]
+            self._reports.append(push.report(self._rank))
+            self._notify()
+        return push.flying
+
+    def _begin(self, push: RankPush, task: PushTask | None) -> None:
+        if task is None:
+            return
         try:
             self._writer_for(task.peer).submit(
                 Write(
@@ -155,23 +162,7 @@ class PushWriters:
             )
         except Exception as error:
             logger.exception("no writer for %s", task.peer.name)
-            self._write_ended(push, task, f"no writer for {task.peer.name}: {error!r}")
-
-    def _report(self, push: RankPush) -> None:
-        if not push.must_report:
-            return
-        del self._pushes[push.push_id], self._by_serial[push.serial]
-        self._reports.append(
-            PushReport(
-                push_id=push.push_id,
-                attempt=push.attempt,
-                rank=self._rank,
-                num_blocks=push.num_done,
-                cause=push.cause,
-                was_cut=push.was_cut,
-            )
-        )
-        self._notify()
+            self._write_ended(push, f"no writer for {task.peer.name}: {error!r}")
 
     def _writer_for(self, peer: PeerInfo) -> PeerWriter:
         """Called by whoever sends next: the worker's thread, or a writer's own for its own peer."""
@@ -203,15 +194,18 @@ class PushWriters:
         """A write ended. On a writer's thread."""
         with self._lock:
             push = self._by_serial[result.task.transfer.uid]
-            task = push.flying
-        assert task is not None
-        self._write_ended(push, task, result.cause)
+        self._write_ended(push, result.cause)
 
-    def _write_ended(self, push: RankPush, task: PushTask, cause: str) -> None:
+    def _write_ended(self, push: RankPush, cause: str) -> None:
         with self._lock:
-            push.flying = None
-            if cause:
-                push.cause, push.was_cut = push.cause or cause, True
-            elif task.attempt == push.attempt and task.first == push.num_done:
-                push.num_done += task.block_ids.size
-        self._advance(push)
+            push.end_write(cause)
+            write = self._take_next(push)
+        self._begin(push, write)
+
+    def __repr__(self) -> str:
+        with self._lock:
+            num_flying = sum(push.flying is not None for push in self._pushes.values())
+            return (
+                f"<PushWriters {len(self._pushes)} pushes, {num_flying} being written, "
+                f"{len(self._reports)} to report; {list(self._writers.values())}>"
+            )
