@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 from nixl_engines import until
-from nixl_pushes import begin, decode_engine, expect, finish, pushes, run_idle
-from nixl_whole_engine import WholeEngine, prompts, run_until
+from nixl_pushes import (
+    SlowWire,
+    begin,
+    decode_engine,
+    decodes,
+    expect,
+    finish,
+    pushes,
+    run_idle,
+)
+from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
 
 from pdcore.connector.nixl.link import PeerLink
 from pdcore.connector.nixl.protocol import PushEnded
@@ -94,4 +103,26 @@ def test_leave_is_not_used_again_while_the_first_end_is_not_told(
     begin(prefill, "c", PROMPT, push_to)
     assert (pushes(prefill).num_started, pushes(prefill).num_refused) == (1, 1)
     finish(prefill, "c", decode)
+    run_idle(prefill, decode)
+
+
+def test_the_end_of_a_push_does_not_end_its_ticket(
+    prefill: WholeEngine, decode: WholeEngine, wire: SlowWire
+) -> None:
+    """Called off while the prompt was computed, it ends after the hand-over, whose blocks stay."""
+    push_to = expect(decode, PROMPT)
+    begin(prefill, "a", PROMPT, push_to)
+    prefill.step()
+    until(lambda: wire.num_posted == 1)
+    decode.connector.call_off_push(push_to)
+    prefill.scheduler.pause()
+    run_until(lambda: prefill.connector._parts.pushes.awaits_reports, prefill)
+    prefill.scheduler.resume()
+    params = finish(prefill, "a")
+    wire.clear()
+    run_until(lambda: pushes(prefill).num_ended == 1, prefill, decode)
+    for _ in range(3):
+        prefill.step()
+    assert prefill.num_free == NUM_BLOCKS - 1 - -(-len(PROMPT) // 4)
+    decodes(decode, "a", PROMPT, params, prefill)
     run_idle(prefill, decode)

@@ -144,7 +144,7 @@ class PushDesk:
         if ticket_id:
             push.keeps = ticket_id
         elif push.has_orders and blocks.block_ids.size:
-            push.keeps = f"push {push.push_id}"
+            push.keeps, push.owns_hold = f"push {push.push_id}", True
         if ticket_id and not push.is_ending:
             push.hand_over(ticket_id, blocks)
         self._end(push, is_wanted=bool(ticket_id))
@@ -300,7 +300,7 @@ class PushDesk:
             num_blocks=num_blocks,
             was_cut=any(report.was_cut for report in push.reports.values()),
         )
-        if push.keeps and push.keeps != push.ticket_id:
+        if push.owns_hold:
             self._released.append(push.keeps)
         self._notify()
 

@@ -39,6 +39,8 @@ class Push:
         ticket_id: the request's hand-over, once it ended with one.
         num_held: how many of the newest attempt's blocks that hand-over holds.
         keeps: names the hold that must last until nothing is sent any more, or empty.
+        owns_hold: whether that hold is there for the push alone, and ends with it; else it is the
+            hand-over's, which outlasts the push.
         reports: the ranks' reports, by rank.
     """
 
@@ -57,6 +59,7 @@ class Push:
     ticket_id: str = ""
     num_held: int = 0
     keeps: str = ""
+    owns_hold: bool = False
     reports: dict[int, PushReport] = attrs.field(factory=dict)
 
     @property
