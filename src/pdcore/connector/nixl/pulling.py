@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from pdcore.clock import Clock
 from pdcore.connector.base import KVLoad
 from pdcore.connector.load_tally import LoadTally
-from pdcore.connector.nixl.addresses import AllowedPeers
 from pdcore.connector.nixl.arrivals import Arrivals
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
@@ -20,14 +18,14 @@ from pdcore.connector.nixl.driver import (
     TicketDriver,
     TicketLost,
 )
+from pdcore.connector.nixl.inbox import Inbox
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta, ReadTask
 from pdcore.connector.nixl.orders import WorkerOrders
-from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.pull import Pull, PullState
 from pdcore.connector.nixl.push.landing_desk import LandingDesk
-from pdcore.connector.ticket_contents import prompt_digest
-from pdcore.errors import InvalidTransferParams, TransferError
+from pdcore.connector.nixl.ticket_reader import TicketReader
+from pdcore.errors import TransferError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
 from pdcore.request import Request
 
@@ -67,13 +65,12 @@ class PullDesk:
         self._control = control
         self._clock = clock
         self._notify = notify
-        self._allowed = AllowedPeers(config.allowed_peers)
+        self._tickets = TicketReader(config)
         self._pulls: dict[int, Pull] = {}
         self._by_request: dict[Request, Pull] = {}
         self._by_transfer: dict[TransferKey, Pull] = {}
         self._drivers: dict[int, TicketDriver] = {}
-        self._lock = threading.Lock()
-        self._facts: list[Fact] = []
+        self._facts: Inbox[Fact] = Inbox(notify)
         self._finished: list[TransferKey] = []
         self._failed: list[LoadFailure] = []
         self._orders = WorkerOrders()
@@ -88,7 +85,7 @@ class PullDesk:
         Raises:
             InvalidTransferParams: the ticket is not acceptable.
         """
-        params = self._ticket_of(request)
+        params = self._tickets.read(request)
         pull = Pull(uid=uid, request=request, params=params)
         link = self._links.get(params)
         link.num_users += 1
@@ -97,7 +94,7 @@ class PullDesk:
             params,
             link=link,
             clock=self._clock,
-            tell=self._hear,
+            tell=self._facts.put,
             landed=self._landings.wait,
         )
         self._pulls[uid] = self._by_request[request] = pull
@@ -113,7 +110,7 @@ class PullDesk:
         Raises:
             InvalidTransferParams: the ticket is not acceptable.
         """
-        params = self._ticket_of(request)
+        params = self._tickets.read(request)
         others = (pull.params for pull in self._pulls.values())
         if all(other.transfer_id != params.transfer_id for other in others):
             notice = self._links.get(params).release(
@@ -257,9 +254,7 @@ class PullDesk:
 
     def take_events(self) -> tuple[tuple[TransferKey, ...], tuple[LoadFailure, ...]]:
         """Apply what the control thread learned; return the loads that finished and failed."""
-        with self._lock:
-            facts, self._facts = self._facts, []
-        for fact in facts:
+        for fact in self._facts.take():
             pull = self._pulls.get(fact.uid)
             if pull is not None:
                 self._apply(pull, fact)
@@ -288,26 +283,6 @@ class PullDesk:
             self._give_back(pull, "the decode engine is closing")
 
     # Inner workings.
-
-    def _ticket_of(self, request: Request) -> TransferParams:
-        assert request.kv_transfer_params is not None
-        params = TransferParams.from_dict(
-            request.kv_transfer_params,
-            key=self._config.key,
-            allowed_peers=self._allowed,
-            max_num_bytes=self._config.max_params_bytes,
-        )
-        if params.prompt_digest != prompt_digest(request):
-            raise InvalidTransferParams(
-                "kv_transfer_params belong to another prompt: pass the ticket with the same "
-                "prompt_token_ids and lora that the prefill engine had"
-            )
-        return params
-
-    def _hear(self, fact: Fact) -> None:
-        with self._lock:
-            self._facts.append(fact)
-        self._notify()
 
     def _apply(self, pull: Pull, fact: Fact) -> None:
         match fact:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -14,6 +13,7 @@ from pdcore.connector.base import FinishedBlocks
 from pdcore.connector.nixl.addresses import AllowedPeers
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
+from pdcore.connector.nixl.inbox import Inbox
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import PushStop, PushTask
 from pdcore.connector.nixl.push.driver import PushDriver
@@ -71,8 +71,7 @@ class PushDesk:
         self._drivers: dict[int, PushDriver] = {}
         # Pushes that ended, until their peer knows it: uid -> push id.
         self._untold: dict[int, str] = {}
-        self._lock = threading.Lock()
-        self._facts: list[PushFact] = []
+        self._facts: Inbox[PushFact] = Inbox(notify)
         self._released: list[str] = []
         self._counts: Counter[str] = Counter()
         self.life_ports: tuple[int, ...] = ()
@@ -101,7 +100,7 @@ class PushDesk:
             clock=self._clock,
             life_host=self._life_host,
             life_ports=self.life_ports,
-            tell=self._hear,
+            tell=self._facts.put,
         )
         self._pushes[uid] = Push(uid=uid, request=request, params=params)
         self._drivers[uid] = driver
@@ -175,11 +174,7 @@ class PushDesk:
 
     def take_facts(self) -> None:
         """Apply what the control thread learned."""
-        if not self._facts:
-            return
-        with self._lock:
-            facts, self._facts = self._facts, []
-        for fact in facts:
+        for fact in self._facts.take():
             self._apply(fact)
 
     @property
@@ -255,11 +250,6 @@ class PushDesk:
             push.compute(end, block_size=self._config.block_size)
             running.append(push)
         return running
-
-    def _hear(self, fact: PushFact) -> None:
-        with self._lock:
-            self._facts.append(fact)
-        self._notify()
 
     def _apply(self, fact: PushFact) -> None:
         if isinstance(fact, PushTold):
