@@ -94,6 +94,7 @@ WORKER_CALLS: dict[str, Callable[[Any], Any]] = {
     "get_handshake_metadata": lambda half: half.get_handshake_metadata(),
     "start_save_kv": lambda half: half.start_save_kv(a_meta()),
     "start_load_kv": lambda half: half.start_load_kv(a_meta()),
+    "needs_layer_calls": lambda half: half.needs_layer_calls(),
     "wait_for_layer_load": lambda half: half.wait_for_layer_load(0),
     "save_kv_layer": lambda half: half.save_kv_layer(0),
     "wait_for_save": lambda half: half.wait_for_save(),

@@ -237,10 +237,17 @@ def test_bitmask_leaves_only_its_tokens(allowed: set[int], row: int, num_words: 
 def test_a_row_without_a_seed_draws_alike_after_preemption() -> None:
     """The seed that the runner picks depends on the request, not on its row or epoch."""
     state = _state()
-    first = _sampling_of(state, row=0, epoch=1, uid=9)
-    again = _sampling_of(state, row=3, epoch=5, uid=9)
-    other = _sampling_of(state, row=2, epoch=6, uid=10)
+    first = _sampling_of(state, row=0, epoch=1, uid=9).draws
+    again = _sampling_of(state, row=3, epoch=5, uid=9).draws
+    other = _sampling_of(state, row=2, epoch=6, uid=10).draws
     assert first == again != other
+
+
+@pytest.mark.parametrize("temperature", [1e300, 1e-300])
+def test_a_temperature_beyond_float32_reaches_the_device(temperature: float) -> None:
+    """It becomes infinite or zero there, without a warning; the draw clamps it."""
+    batch = _sampling_of(_state(), row=1, epoch=1, uid=3, temperature=temperature)
+    assert batch.temperature.tolist() == [np.inf if temperature > 1 else 0.0]
 
 
 def _state() -> BatchState:
@@ -254,8 +261,10 @@ def _state() -> BatchState:
     )
 
 
-def _sampling_of(state: BatchState, *, row: int, epoch: int, uid: int) -> float:
-    """The uniform number that a two-token prompt draws its first token with."""
+def _sampling_of(
+    state: BatchState, *, row: int, epoch: int, uid: int, temperature: float = 1.0
+) -> SamplingBatch:
+    """How a two-token prompt draws its first token."""
     none = np.zeros(0, np.int32)
     request = NewRequestData(
         row=row,
@@ -266,7 +275,7 @@ def _sampling_of(state: BatchState, *, row: int, epoch: int, uid: int) -> float:
         num_prompt_tokens=2,
         num_computed_tokens=0,
         block_ids=np.array([1], np.int32),
-        sampling=SamplingParams(),
+        sampling=SamplingParams(temperature=temperature),
     )
     output = SchedulerOutput(
         step_id=epoch,
@@ -282,4 +291,4 @@ def _sampling_of(state: BatchState, *, row: int, epoch: int, uid: int) -> float:
         finished_rows=none,
     )
     state.apply(output)
-    return float(state.sampling(state.plan(output)).draws[0])
+    return state.sampling(state.lay_out(output))

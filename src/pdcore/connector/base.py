@@ -307,6 +307,18 @@ class WorkerConnector(ABC):
     def start_load_kv(self, meta: Any) -> None:
         """Begin the loads of this step's metadata. Asynchronous loads must not block here."""
 
+    def needs_layer_calls(self) -> bool:
+        """Whether `wait_for_layer_load` and `save_kv_layer` must be called in every step.
+
+        Nothing can be called between the layers of a captured graph, so a runner then runs layer by
+        layer. The default: whether the class has one of the two of its own.
+        """
+        own, none = type(self), WorkerConnector
+        return (
+            own.wait_for_layer_load is not none.wait_for_layer_load
+            or own.save_kv_layer is not none.save_kv_layer
+        )
+
     def wait_for_layer_load(self, layer: int) -> None:  # noqa: B027
         """Block until a layer's synchronous loads are in place."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,51 +17,13 @@ from torch import Tensor
 from pdcore.messages import NewRequestData, RowError, SchedulerOutput
 from pdcore.runner.attention.base import AttentionBatch
 from pdcore.runner.sampler import SamplingBatch, derive_seed, uniform_draws
+from pdcore.runner.staging import send
+from pdcore.runner.step import StepInputs, StepLayout
 
-__all__ = ["BatchState", "StepInputs"]
+__all__ = ["BatchState"]
 
 Int32Array = npt.NDArray[np.int32]
 _NO_EPOCH = -1
-
-
-@attrs.define(kw_only=True, eq=False)
-class StepInputs:
-    """What the model runs in one step. Sequences are ordered decodes first, then chunks.
-
-    Args:
-        token_ids, positions: int64 (num_tokens,) on the device.
-        attention: the same step as the attention backend sees it.
-        sample_tokens: int64 (k,) on the device, the batch places whose logits are wanted, in the
-            plan's order.
-        sample_rows, sample_epochs: int32 (k,) on the host.
-        draw_positions: int64 (k,) on the host, the position that each drawn token will have.
-        errors: rows of the plan that were left out.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    attention: AttentionBatch
-    sample_tokens: Tensor
-    sample_rows: Int32Array
-    sample_epochs: Int32Array
-    draw_positions: npt.NDArray[np.int64]
-    errors: tuple[RowError, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.token_ids.shape[0])
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class _Selection:
-    """The healthy rows of a plan, decodes fed by the device first."""
-
-    rows: Int32Array
-    num_computed: Int32Array
-    num_scheduled: Int32Array
-    num_decodes: int
-    num_device_fed: int
-    place_in_plan: npt.NDArray[np.intp]
 
 
 class BatchState:
@@ -103,8 +64,11 @@ class BatchState:
         self._has_min_p = np.zeros(max_num_seqs, np.bool_)
 
         width = -(-max_model_len // block_size)
-        self.block_table = torch.zeros((max_num_seqs, width), dtype=torch.int32, device=device)
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # One row more than there are: nobody's, whose table names the null block alone.
+        self.padding_row = max_num_seqs
+        num_rows = max_num_seqs + 1
+        self.block_table = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # temperature, top-p and min-p share a matrix, so that starting rows is one copy.
         self._filters = torch.zeros((max_num_seqs, 3), dtype=torch.float32, device=device)
         self._top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -116,38 +80,98 @@ class BatchState:
         if output.scheduled_new_reqs:
             self._start(output.scheduled_new_reqs)
         if output.block_rows.size:
-            rows, positions = self._send(output.block_rows, output.block_positions)
-            self.block_table[rows, positions] = self._send(output.block_ids)[0].to(torch.int32)
+            rows, positions, blocks = self._send(
+                output.block_rows, output.block_positions, output.block_ids
+            )
+            self.block_table[rows, positions] = blocks.to(torch.int32)
 
-    def plan(self, output: SchedulerOutput) -> StepInputs:
-        """Lay out a plan's tokens. Call after `apply`; rows that cannot run become errors."""
+    def lay_out(self, output: SchedulerOutput) -> StepLayout:
+        """Lay out a plan's tokens, once for each plan, after `apply`.
+
+        Rows that cannot run become errors.
+        """
         errors, is_healthy = self._find_errors(output)
-        chosen = self._select(output, is_healthy)
-        self._num_tokens[output.rows[is_healthy & output.samples]] += 1
-        cu_seqlens = np.zeros(chosen.rows.size + 1, np.int32)
-        np.cumsum(chosen.num_scheduled, out=cu_seqlens[1:])
-        num_tokens = int(cu_seqlens[-1])
-        position = np.repeat(chosen.num_computed - cu_seqlens[:-1], chosen.num_scheduled)
-        position += np.arange(num_tokens, dtype=np.int32)
-        rows, token_rows, positions = self._send(
-            chosen.rows, np.repeat(chosen.rows, chosen.num_scheduled), position
-        )
-        place = self._places_to_sample(output, is_healthy, chosen, cu_seqlens)
         sampled = is_healthy & output.samples
-        return StepInputs(
-            token_ids=self._token_ids(chosen, rows, num_tokens),
-            positions=positions,
-            attention=self._attention(chosen, rows, token_rows, positions, cu_seqlens),
-            sample_tokens=self._send(place)[0],
+        place = self._order(output, is_healthy)
+        rows, num_scheduled = output.rows[place], output.num_scheduled_tokens[place]
+        num_computed = output.num_computed_tokens[place]
+        self._num_tokens[output.rows[sampled]] += 1
+        last_token = np.zeros(output.rows.size, np.int64)
+        last_token[place] = np.cumsum(num_scheduled, dtype=np.int64) - 1
+        end = output.num_computed_tokens + output.num_scheduled_tokens
+        return StepLayout(
+            rows=rows,
+            num_computed=num_computed,
+            num_scheduled=num_scheduled,
+            num_decodes=int((num_scheduled == 1).sum()),
+            num_device_fed=int((num_computed >= self._num_known[rows]).sum()),
+            sample_places=last_token[sampled],
             sample_rows=output.rows[sampled],
             sample_epochs=output.epochs[sampled],
-            draw_positions=(output.num_computed_tokens + output.num_scheduled_tokens)[
-                sampled
-            ].astype(np.int64),
+            draw_positions=end[sampled].astype(np.int64),
             errors=errors,
         )
 
-    def sampling(self, step: StepInputs) -> SamplingBatch:
+    def inputs(self, layout: StepLayout) -> StepInputs:
+        """Bring a step to the device."""
+        counts = layout.num_scheduled
+        cu_seqlens = np.zeros(counts.size + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens[1:])
+        position = np.repeat(layout.num_computed - cu_seqlens[:-1], counts)
+        position += np.arange(position.size, dtype=np.int32)
+        rows, token_rows, positions, places = self._send(
+            layout.rows, np.repeat(layout.rows, counts), position, layout.sample_places
+        )
+        return StepInputs(
+            token_ids=self._token_ids(layout, rows),
+            positions=positions,
+            attention=self._attention(layout, rows, token_rows, positions, cu_seqlens),
+            sample_tokens=places,
+        )
+
+    def decode_inputs(self, rows: Tensor, positions: Tensor) -> StepInputs:
+        """A step of one token for each row, made of what is on the device alone.
+
+        It enqueues the same work whatever the two tensors hold, so it may be captured in a graph.
+        `padding_row` at position 0 fills places that no row needs. The lengths that the host is
+        told are the longest that may come.
+
+        Args:
+            rows, positions: int64 (n,) on the device. Inputs are the rows' `last_token`.
+        """
+        count = rows.shape[0]
+        tables = self.block_table.index_select(0, rows)
+        columns = positions // self._block_size
+        longest = tables.shape[1] * self._block_size
+        return StepInputs(
+            token_ids=self.last_token.index_select(0, rows),
+            positions=positions,
+            attention=AttentionBatch(
+                num_decodes=count,
+                query_lens=np.ones(count, np.int32),
+                seq_lens=np.full(count, longest, np.int32),
+                cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=self._device),
+                device_seq_lens=(positions + 1).to(torch.int32),
+                block_tables=tables,
+                slot_blocks=tables.gather(1, columns[:, None])[:, 0].to(torch.int64),
+                slot_offsets=positions - columns * self._block_size,
+            ),
+            sample_tokens=None,
+        )
+
+    def feed(self, layout: StepLayout) -> None:
+        """Make the tokens of decodes that the host knows their rows' `last_token`.
+
+        So a prompt's last token is read from where drawn ones are. Nobody misses what was there: a
+        row that still has tokens on the host is not fed by a draw before its next one.
+        """
+        first = layout.num_device_fed
+        if first == layout.num_rows:
+            return
+        rows, tokens = self._send(layout.rows[first:], self._known(layout))
+        self.last_token.index_copy_(0, rows, tokens)
+
+    def sampling(self, step: StepLayout) -> SamplingBatch:
         """How the step's sampling rows draw, in the order of ``step.sample_rows``."""
         rows = step.sample_rows
         random = np.flatnonzero(self._is_random[rows])
@@ -160,7 +184,7 @@ class BatchState:
         return SamplingBatch(
             random=None if random.size == rows.size else self._send(random)[0],
             num_random=int(random.size),
-            draws=torch.from_numpy(draws).to(self._device, non_blocking=True),
+            draws=send(draws, self._device),
             temperature=filters[:, 0],
             top_p=filters[:, 1],
             min_p=filters[:, 2],
@@ -192,12 +216,12 @@ class BatchState:
             self._known_tokens[request.row] = request.token_ids
         self._start_host_columns(rows, requests)
         (device_rows,) = self._send(rows)
-        self.block_table[device_rows] = torch.from_numpy(tables).to(self._device)
+        self.block_table[device_rows] = send(tables, self._device)
         sampling = [request.sampling for request in requests]
-        self._filters[device_rows] = torch.tensor(
-            [(s.temperature, s.top_p, s.min_p) for s in sampling], device=self._device
-        )
-        self._top_k[device_rows] = torch.tensor([s.top_k for s in sampling], device=self._device)
+        filters = np.array([(s.temperature, s.top_p, s.min_p) for s in sampling])
+        with np.errstate(over="ignore"):  # a temperature may be beyond float32
+            self._filters[device_rows] = send(filters.astype(np.float32), self._device)
+        self._top_k[device_rows] = self._send(np.array([s.top_k for s in sampling], np.int64))[0]
 
     def _start_host_columns(self, rows: Int32Array, requests: Sequence[NewRequestData]) -> None:
         sampling = [request.sampling for request in requests]
@@ -263,70 +287,55 @@ class BatchState:
             f"{self._num_known[row]} and has drawn up to {self._num_tokens[row]}"
         )
 
-    def _select(self, output: SchedulerOutput, is_healthy: npt.NDArray[np.bool_]) -> _Selection:
+    def _order(
+        self, output: SchedulerOutput, is_healthy: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.intp]:
+        """The places in the plan of the rows that run, in the order in which they do."""
         place = np.flatnonzero(is_healthy)
-        rows, num_scheduled = output.rows[place], output.num_scheduled_tokens[place]
-        num_computed = output.num_computed_tokens[place]
-        is_device_fed = num_computed >= self._num_known[rows]
-        is_decode = num_scheduled == 1
-        if not is_device_fed.all():
-            order = np.argsort(~is_device_fed * np.int8(1) + ~is_decode, kind="stable")
-            place, rows = place[order], rows[order]
-            num_scheduled, num_computed = num_scheduled[order], num_computed[order]
-        return _Selection(
-            rows=rows,
-            num_computed=num_computed,
-            num_scheduled=num_scheduled,
-            num_decodes=int(is_decode.sum()),
-            num_device_fed=int(is_device_fed.sum()),
-            place_in_plan=place,
-        )
+        is_known = output.num_computed_tokens[place] < self._num_known[output.rows[place]]
+        if not is_known.any():
+            return place
+        is_chunk = output.num_scheduled_tokens[place] != 1
+        return place[np.argsort(is_known * np.int8(1) + is_chunk, kind="stable")]
 
-    def _places_to_sample(
-        self,
-        output: SchedulerOutput,
-        is_healthy: npt.NDArray[np.bool_],
-        chosen: _Selection,
-        cu_seqlens: Int32Array,
-    ) -> npt.NDArray[np.int64]:
-        last_place = np.zeros(output.rows.size, np.int64)
-        last_place[chosen.place_in_plan] = cu_seqlens[1:] - 1
-        return last_place[is_healthy & output.samples]
-
-    def _token_ids(self, chosen: _Selection, rows: Tensor, num_tokens: int) -> Tensor:
-        device_fed = self.last_token.index_select(0, rows[: chosen.num_device_fed])
-        if chosen.num_device_fed == chosen.rows.size:
+    def _token_ids(self, layout: StepLayout, rows: Tensor) -> Tensor:
+        device_fed = self.last_token.index_select(0, rows[: layout.num_device_fed])
+        if layout.num_device_fed == layout.num_rows:
             return device_fed
-        host_fed = slice(chosen.num_device_fed, None)
+        return torch.cat((device_fed, self._send(self._known(layout))[0]))
+
+    def _known(self, layout: StepLayout) -> Int32Array:
+        """The tokens of rows that the device does not feed."""
+        host_fed = slice(layout.num_device_fed, None)
         pieces = []
         for row, first, count in zip(
-            chosen.rows[host_fed].tolist(),
-            chosen.num_computed[host_fed].tolist(),
-            chosen.num_scheduled[host_fed].tolist(),
+            layout.rows[host_fed].tolist(),
+            layout.num_computed[host_fed].tolist(),
+            layout.num_scheduled[host_fed].tolist(),
             strict=True,
         ):
             known = self._known_tokens[row]
             assert known is not None  # a row without tokens was sorted out as an error
             pieces.append(known[first : first + count])
-        return torch.cat((device_fed, self._send(np.concatenate(pieces))[0]))
+        return np.concatenate(pieces)
 
     def _attention(
         self,
-        chosen: _Selection,
+        layout: StepLayout,
         rows: Tensor,
         token_rows: Tensor,
         positions: Tensor,
         cu_seqlens: Int32Array,
     ) -> AttentionBatch:
-        seq_lens = chosen.num_computed + chosen.num_scheduled
+        seq_lens = layout.num_computed + layout.num_scheduled
         width = -(-int(seq_lens.max(initial=0)) // self._block_size)
         columns = positions // self._block_size
         return AttentionBatch(
-            num_decodes=chosen.num_decodes,
-            query_lens=chosen.num_scheduled,
+            num_decodes=layout.num_decodes,
+            query_lens=layout.num_scheduled,
             seq_lens=seq_lens,
-            cu_seqlens=torch.from_numpy(cu_seqlens).to(self._device, non_blocking=True),
-            device_seq_lens=torch.from_numpy(seq_lens).to(self._device, non_blocking=True),
+            cu_seqlens=send(cu_seqlens, self._device),
+            device_seq_lens=send(seq_lens, self._device),
             block_tables=self.block_table[:, :width].index_select(0, rows),
             slot_blocks=self.block_table[token_rows, columns].to(torch.int64),
             slot_offsets=positions - columns * self._block_size,
@@ -334,6 +343,5 @@ class BatchState:
 
     def _send(self, *arrays: npt.NDArray[np.integer]) -> tuple[Tensor, ...]:
         """Bring integer arrays to the device as int64, in one copy."""
-        packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-        on_device = packed.to(self._device, non_blocking=True)
+        on_device = send(np.concatenate(arrays, dtype=np.int64), self._device)
         return torch.split(on_device, [array.size for array in arrays])

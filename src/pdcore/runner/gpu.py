@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pdcore.connector.base import KVCaches, WorkerConnector
-from pdcore.connector.layout import KVLayout
 from pdcore.errors import ConfigError, ExecutorError
-from pdcore.kvcache.spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
 from pdcore.messages import (
     GrammarBitmask,
     ModelRunnerOutput,
@@ -23,12 +22,17 @@ from pdcore.messages import (
 from pdcore.runner.attention.base import AttentionBackend, AttentionShape
 from pdcore.runner.attention.registry import resolve_attention_backend
 from pdcore.runner.base import ModelRunner, poll_connector
-from pdcore.runner.batch import BatchState, StepInputs
+from pdcore.runner.batch import BatchState
+from pdcore.runner.decode_graphs import DecodeGraphs, choose_graph_sizes
 from pdcore.runner.device import DTYPES, choose_device, choose_dtype
-from pdcore.runner.memory import available_memory
+from pdcore.runner.graph_capture import CUDAGraphCapture, GraphCapture
+from pdcore.runner.kv_identity import kv_fingerprint, kv_layout
+from pdcore.runner.memory import available_memory, stand_in
 from pdcore.runner.models.loader import load_model
-from pdcore.runner.models.rope import ROTARY_LAYOUT, RotaryTable
+from pdcore.runner.models.rope import RotaryTable
 from pdcore.runner.sampler import allow_only, sample
+from pdcore.runner.staging import read, send
+from pdcore.runner.step import StepInputs, StepLayout
 from pdcore.runner.trial import trial_plan
 from pdcore.scheduler.base import Limits
 
@@ -59,6 +63,10 @@ class GPUModelRunner(ModelRunner):
         num_threads: torch's threads on a CPU, for the whole process; None leaves torch's choice.
         seed: what draws without a seed are derived from; None takes the operating system's entropy.
         keep_logits: whether `logits` holds on to the last step's logits.
+        cuda_graph_sizes: of how many rows decode steps are captured as CUDA graphs, when the KV
+            cache is allocated; others run kernel by kernel. Empty for none; None for a series up to
+            ``max_num_seqs``. See `pdcore.runner.decode_graphs`.
+        graph_capture: what captures them. None takes CUDA's graphs on CUDA, and elsewhere none.
 
     Attributes:
         logits: with ``keep_logits``, float32 (n, vocab_size) of the rows that drew in the last
@@ -84,10 +92,16 @@ class GPUModelRunner(ModelRunner):
         num_threads: int | None = None,
         seed: int | None = None,
         keep_logits: bool = False,
+        cuda_graph_sizes: tuple[int, ...] | None = None,
+        graph_capture: GraphCapture | None = None,
     ) -> None:
         self._device = choose_device(device)
         self._dtype_name = choose_dtype(dtype, self._device)
         backend = resolve_attention_backend(attention_backend, device=self._device.type)
+        self._graph_sizes = choose_graph_sizes(cuda_graph_sizes, limits.max_num_seqs)
+        if graph_capture is None and self._device.type == "cuda" and self._graph_sizes:
+            graph_capture = CUDAGraphCapture(self._device)
+        self._graph_capture = graph_capture
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if self._device.type == "cpu":
@@ -112,7 +126,8 @@ class GPUModelRunner(ModelRunner):
         self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
         self._state = self._make_state()
         self._kv_cache: Tensor | None = None
-        self._step: StepInputs | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._step: StepLayout | None = None
         self._step_logits: Tensor | None = None
         self._is_executed = False
         self.logits: Tensor | None = None
@@ -147,37 +162,21 @@ class GPUModelRunner(ModelRunner):
             )
         self._kv_cache = self._allocate(config.num_blocks)
         self._attention.bind(self._kv_cache)
+        self._capture_graphs()
         if self._connector is not None:
             self._connector.register_kv_caches(
                 KVCaches(
                     buffer=self._kv_cache,
                     bytes_per_block=self._spec.bytes_per_block,
                     fingerprint=self.fingerprint,
-                    layout=self._layout(),
+                    layout=kv_layout(self._model, self._spec),
                 )
             )
 
     @property
     def fingerprint(self) -> str:
         """Describes the KV: model, weights, element type and layout."""
-        spec = self._spec
-        return (
-            f"{self._model.config.model_type}-{self._model.fingerprint}/{spec.dtype}/"
-            f"layers{spec.num_layers}-heads{spec.num_kv_heads}x{spec.head_dim}-block{spec.block_size}-"
-            f"{ROTARY_LAYOUT}"
-        )
-
-    def _layout(self) -> KVLayout:
-        spec = self._spec
-        return KVLayout(
-            model=f"{self._model.config.model_type}-{self._model.fingerprint}/{ROTARY_LAYOUT}",
-            dtype=spec.dtype,
-            element_size=DTYPE_BYTES[spec.dtype],
-            num_layers=spec.num_layers,
-            block_size=spec.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-        )
+        return kv_fingerprint(self._model, self._spec)
 
     @torch.inference_mode()
     def execute_model(self, output: SchedulerOutput) -> None:
@@ -218,7 +217,15 @@ class GPUModelRunner(ModelRunner):
         connector, self._connector = self._connector, None
         if connector is not None:
             connector.close()
-        for name in ("_kv_cache", "_attention", "_model", "_state", "_step", "_step_logits"):
+        for name in (
+            "_graphs",
+            "_kv_cache",
+            "_attention",
+            "_model",
+            "_state",
+            "_step",
+            "_step_logits",
+        ):
             self.__dict__[name] = None
         self.logits = None
 
@@ -227,19 +234,28 @@ class GPUModelRunner(ModelRunner):
         self._step = self._step_logits = None
         if not output.rows.size:
             return
-        self._step = step = self._state.plan(output)
-        if not step.num_tokens:
+        self._step = step = self._state.lay_out(output)
+        if not step.num_rows:
             return
-        self._attention.plan(step.attention)
-        hidden = self._model.forward(
-            step.token_ids,
-            step.positions,
+        if self._graphs is not None and self._graphs.fits(step):
+            logits = self._graphs.run(step)
+        else:
+            hidden = self._compute_hidden(self._state.inputs(step))
+            logits = self._model.compute_logits(hidden)
+        self._step_logits = logits if step.sample_rows.size else None
+
+    def _compute_hidden(self, inputs: StepInputs) -> Tensor:
+        self._attention.plan(inputs.attention)
+        return self._model.forward(
+            inputs.token_ids,
+            inputs.positions,
             rotary=self._rotary,
             attend=self._attend,
-            wanted=step.sample_tokens,
+            wanted=inputs.sample_tokens,
         )
-        if step.sample_rows.size:
-            self._step_logits = self._model.compute_logits(hidden)
+
+    def _compute_logits(self, inputs: StepInputs, logits: Tensor) -> None:
+        self._model.compute_logits(self._compute_hidden(inputs), out=logits)
 
     def _attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         if self._connector is None:
@@ -250,15 +266,15 @@ class GPUModelRunner(ModelRunner):
         return seen
 
     def _draw(
-        self, step: StepInputs, logits: Tensor, bitmask: GrammarBitmask | None
+        self, step: StepLayout, logits: Tensor, bitmask: GrammarBitmask | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[RowError, ...]]:
         if self._keep_logits:
-            self.logits = logits if bitmask is None else logits.clone()
+            self.logits = logits.clone()  # the next replay overwrites them, and a mask does here
         if bitmask is not None:
             self._constrain(step, logits, bitmask)
         tokens, is_faulty = sample(logits, self._state.sampling(step))
         self._state.remember(step.sample_rows, tokens)
-        on_host = torch.stack((tokens, is_faulty.to(tokens.dtype))).to(torch.int32).cpu().numpy()
+        on_host = read(torch.stack((tokens, is_faulty.to(tokens.dtype))).to(torch.int32))
         is_good = on_host[1] == 0
         rows, epochs = step.sample_rows, step.sample_epochs
         if is_good.all():
@@ -271,7 +287,7 @@ class GPUModelRunner(ModelRunner):
             self.logits = self.logits[torch.from_numpy(is_good)]
         return rows[is_good], epochs[is_good], on_host[0, is_good], errors
 
-    def _constrain(self, step: StepInputs, logits: Tensor, bitmask: GrammarBitmask) -> None:
+    def _constrain(self, step: StepLayout, logits: Tensor, bitmask: GrammarBitmask) -> None:
         place_of_row = np.full(self._limits.max_num_seqs, -1, np.int64)
         place_of_row[step.sample_rows] = np.arange(step.sample_rows.size)
         places = place_of_row[bitmask.rows]
@@ -280,8 +296,8 @@ class GPUModelRunner(ModelRunner):
         if is_meant.any():
             allow_only(
                 logits,
-                torch.from_numpy(places[is_meant]).to(self._device),
-                torch.from_numpy(bitmask.bits[is_meant]).to(self._device),
+                send(places[is_meant], self._device),
+                send(bitmask.bits[is_meant], self._device),
             )
 
     def _run_largest_step(self) -> None:
@@ -292,6 +308,8 @@ class GPUModelRunner(ModelRunner):
         length = min(limits.max_num_batched_tokens, limits.max_model_len)
         num_blocks = -(-length // self._spec.block_size)
         self._attention.bind(self._allocate(num_blocks + 1))
+        graphs = self._make_graphs()
+        graph_memory = None if graphs is None else stand_in(self._device, graphs.run_largest)
         self._run(trial_plan(num_rows, length, num_blocks))
         hidden = torch.zeros(
             (limits.max_num_seqs, self._model.config.hidden_size),
@@ -299,8 +317,32 @@ class GPUModelRunner(ModelRunner):
             device=self._device,
         )
         self._model.compute_logits(hidden)
+        del graphs, graph_memory  # until here they took their share
         self._step = self._step_logits = None
         self._state = self._make_state()
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> None:
+        self._graphs = self._make_graphs()
+        if self._graphs is not None and self._graph_capture is not None:
+            self._graphs.capture(self._graph_capture)
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        if self._graph_capture is None or not self._graph_sizes:
+            return None
+        if not self._attention.support.graph_decodes:
+            logger.info("no CUDA graphs: attention backend %r has none", self._attention.name)
+            return None
+        if self._connector is not None and self._connector.needs_layer_calls():
+            logger.info("no CUDA graphs: the KV connector has calls between layers")
+            return None
+        return DecodeGraphs(
+            state=self._state,
+            compute=self._compute_logits,
+            sizes=self._graph_sizes,
+            vocab_size=self.vocab_size,
+            device=self._device,
+        )
 
     def _allocate(self, num_blocks: int) -> Tensor:
         size = (num_blocks, *self._spec.block_shape)

@@ -9,7 +9,7 @@ import torch
 
 from pdcore.errors import ConfigError
 
-__all__ = ["DEFAULT_UTILIZATION", "available_memory"]
+__all__ = ["DEFAULT_UTILIZATION", "available_memory", "stand_in"]
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 """Of a CUDA device's whole memory, which a worker has to itself; of a host's free memory, which it
@@ -45,6 +45,21 @@ def available_memory(
             f"memory_utilization={utilization}. Raise it, or lower max_num_batched_tokens."
         )
     return num_bytes
+
+
+def stand_in(device: torch.device, run: Callable[[], None]) -> torch.Tensor:
+    """Do ``run``, and return a tensor as large as what that took beside what was there before.
+
+    It holds the place of memory that will be taken for good once it is known how much is left. On a
+    CPU, where nothing is measured this way, it is empty.
+    """
+    num_bytes = 0
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        num_bytes = torch.cuda.max_memory_allocated(device) - before
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _available_on_cuda(device: torch.device, utilization: float, trial: Callable[[], None]) -> int:

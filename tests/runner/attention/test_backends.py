@@ -131,9 +131,13 @@ def kind(name):
 
 sizes = dict(GROUP=3, HEAD_DIM=64, BLOCK_SIZE=16, WINDOW=128, BLOCK_M=64, BLOCK_N=32, BLOCK_D=64,
              WIDEN=False)
-for kernel in (attend_kernel, write_kernel):
-    signature = {name: kind(name) for name in kernel.arg_names}
-    constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
+# Without tiles of chunks, the launch is one of decodes.
+no_tiles = {"tile_sequences": None, "tile_starts": None}
+for kernel, more in ((attend_kernel, {}), (attend_kernel, no_tiles), (write_kernel, {})):
+    constants = {name: sizes[name] for name in kernel.arg_names if name in sizes} | more
+    signature = {
+        name: "constexpr" if name in constants else kind(name) for name in kernel.arg_names
+    }
     source = ASTSource(kernel, signature, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert compiled.asm["cubin"]

@@ -81,6 +81,10 @@ class MultiWorkerConnector(WorkerConnector):
 
         self._call_all(start)
 
+    def needs_layer_calls(self) -> bool:
+        each = [half.needs_layer_calls() for half in self._halves.values()]
+        return any(each)
+
     def wait_for_layer_load(self, layer: int) -> None:
         self._call_all(lambda name, half: half.wait_for_layer_load(layer))
 

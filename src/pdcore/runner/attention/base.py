@@ -64,6 +64,13 @@ class AttentionSupport:
         block_sizes: tokens in a block.
         sliding_window: whether layers may have a window.
         contiguous_only: whether the cache must be contiguous, rather than of any strides.
+        graph_decodes: whether a step of nothing but decodes may be captured in a CUDA graph, `plan`
+            and all of `forward`, and replayed for other sequences. The backend promises that for
+            such a step both do no more than enqueue work on the current stream: they neither wait
+            for the device nor copy from host memory, and what they enqueue depends on the shapes
+            and addresses of the batch's tensors, not on ``seq_lens``, which only bounds the lengths
+            that may come. Between a `plan` and the next one they keep what they like; a buffer
+            that outlives it must be allocated in `bind`.
     """
 
     devices: frozenset[str] | None = None
@@ -71,6 +78,7 @@ class AttentionSupport:
     block_sizes: frozenset[int] | None = None
     sliding_window: bool = True
     contiguous_only: bool = False
+    graph_decodes: bool = False
 
     def check(self, shape: AttentionShape, *, name: str) -> None:
         """Raise `ConfigError`, naming what does not fit."""

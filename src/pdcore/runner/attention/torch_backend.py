@@ -25,6 +25,7 @@ from pdcore.runner.attention.base import (
 )
 from pdcore.runner.attention.decode_groups import DecodeGroup, group_decodes
 from pdcore.runner.attention.sparse_decode import SparseDecodes, silence_sparse_notice
+from pdcore.runner.staging import send
 
 __all__ = ["TorchAttentionBackend"]
 
@@ -193,10 +194,10 @@ class TorchAttentionBackend(AttentionBackend):
         )
 
     def _plan_mask(self, group: DecodeGroup) -> _Mask:
-        bias = torch.zeros(group.is_unseen.shape, dtype=self._dtype)
-        bias.masked_fill_(torch.from_numpy(group.is_unseen), -torch.inf)
+        unseen = send(group.is_unseen, self._device)
+        bias = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device)
         return _Mask(
-            bias=bias.to(self._device)[:, None, None],
+            bias=bias.masked_fill_(unseen, -torch.inf)[:, None, None],
             unseen=self._to_device(np.flatnonzero(group.is_unseen)),
         )
 
@@ -343,4 +344,4 @@ class TorchAttentionBackend(AttentionBackend):
         return buffer[:num_pages]
 
     def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return send(array, self._device)

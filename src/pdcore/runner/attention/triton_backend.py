@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
@@ -23,6 +22,7 @@ from pdcore.runner.attention.base import (
     AttentionSupport,
 )
 from pdcore.runner.attention.triton_kernels import attend_kernel, write_kernel
+from pdcore.runner.staging import send
 
 __all__ = ["TritonAttentionBackend"]
 
@@ -34,11 +34,16 @@ _SLOTS_PER_STEP = 32
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Tiles:
-    """One launch: int32 (num_tiles,) columns on the device, and the height of its tiles."""
+    """One launch: how many tiles there are, how high they are, and what is in them.
 
-    sequences: Tensor
-    starts: Tensor
+    Args:
+        sequences, starts: int32 (count,) on the device; None when each tile is a decode.
+    """
+
+    count: int
     num_rows: int
+    sequences: Tensor | None = None
+    starts: Tensor | None = None
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -49,7 +54,9 @@ class TritonAttentionBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "triton"
-    support: ClassVar[AttentionSupport] = AttentionSupport(devices=frozenset({"cuda", "cpu"}))
+    support: ClassVar[AttentionSupport] = AttentionSupport(
+        devices=frozenset({"cuda", "cpu"}), graph_decodes=True
+    )
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
@@ -75,38 +82,32 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
-        num_decodes = batch.num_decodes
-        sequences = np.arange(batch.query_lens.size, dtype=np.int32)
-        queries_per_tile = self._chunk_rows // self._group
-        self._launches = [
-            self._tiles(sequences[:num_decodes], batch.query_lens[:num_decodes], 1),
-            self._tiles(sequences[num_decodes:], batch.query_lens[num_decodes:], queries_per_tile),
-        ]
+        self._launches = []
+        if batch.num_decodes:
+            self._launches.append(_Tiles(count=batch.num_decodes, num_rows=self._decode_rows))
+        if batch.num_decodes < batch.query_lens.size:
+            self._launches.append(self._chunk_tiles(batch))
 
     def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         key_cache, value_cache = self._caches[layer]
         self._write(key_cache, value_cache, key_value[:, 0], key_value[:, 1])
         seen = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for tiles in self._launches:
-            if tiles is not None:
-                self._launch(tiles, layer, query, seen)
+            self._launch(tiles, layer, query, seen)
         return seen
 
-    def _tiles(
-        self, sequences: npt.NDArray[np.int32], query_lens: npt.NDArray[np.int32], height: int
-    ) -> _Tiles | None:
-        if not sequences.size:
-            return None
-        counts = -(-query_lens // height)
-        tile_sequences = np.repeat(sequences, counts)
+    def _chunk_tiles(self, batch: AttentionBatch) -> _Tiles:
+        height = self._chunk_rows // self._group
+        counts = -(-batch.query_lens[batch.num_decodes :] // height)
+        sequences = np.repeat(np.arange(batch.num_decodes, batch.query_lens.size), counts)
         firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        starts = (np.arange(tile_sequences.size) - firsts) * height
-        columns = torch.from_numpy(np.stack((tile_sequences, starts)).astype(np.int32))
-        on_device = columns.to(self._batch.cu_seqlens.device, non_blocking=True)
+        starts = (np.arange(sequences.size) - firsts) * height
+        columns = send(np.stack((sequences, starts)).astype(np.int32), batch.cu_seqlens.device)
         return _Tiles(
-            sequences=on_device[0],
-            starts=on_device[1],
-            num_rows=self._decode_rows if height == 1 else self._chunk_rows,
+            count=sequences.size,
+            num_rows=self._chunk_rows,
+            sequences=columns[0],
+            starts=columns[1],
         )
 
     def _write(self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor) -> None:
@@ -128,7 +129,7 @@ class TritonAttentionBackend(AttentionBackend):
     def _launch(self, tiles: _Tiles, layer: int, query: Tensor, seen: Tensor) -> None:
         shape, batch = self.shape, self._batch
         key_cache, value_cache = self._caches[layer]
-        attend_kernel[(tiles.sequences.shape[0], shape.num_kv_heads)](
+        attend_kernel[(tiles.count, shape.num_kv_heads)](
             query,
             key_cache,
             value_cache,

@@ -71,16 +71,25 @@ def attend_kernel(
 ):
     """Attention of one tile of queries to one KV head, with a running softmax.
 
-    Grid: (tiles, KV heads). A tile holds ``BLOCK_M // GROUP`` queries of one sequence; its rows are
-    those queries times the query heads that share the KV head. Only slots that a query of the tile
-    may see are loaded, so what other slots hold does not matter. ``WIDEN`` multiplies in fp32.
+    Grid: (tiles, KV heads), or (decodes, KV heads) without ``tile_sequences`` and ``tile_starts``:
+    each decode is a tile, and its place in the batch is that of its sequence.
+
+    A tile holds ``BLOCK_M // GROUP`` queries of one sequence; its rows are those queries times the
+    query heads that share the KV head. Only slots that a query of the tile may see are loaded, so
+    what other slots hold does not matter. ``WIDEN`` multiplies in fp32.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    sequence = tl.load(tile_sequences + tile)
-    first_query = tl.load(tile_starts + tile)
-    batch_start = tl.load(cu_seqlens + sequence)
-    query_len = tl.load(cu_seqlens + sequence + 1) - batch_start
+    if tile_sequences is None:
+        sequence = tile
+        first_query = 0
+        batch_start = tile
+        query_len = 1
+    else:
+        sequence = tl.load(tile_sequences + tile)
+        first_query = tl.load(tile_starts + tile)
+        batch_start = tl.load(cu_seqlens + sequence)
+        query_len = tl.load(cu_seqlens + sequence + 1) - batch_start
     seq_len = tl.load(seq_lens + sequence)
     num_before = seq_len - query_len
 

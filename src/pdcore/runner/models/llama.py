@@ -129,9 +129,13 @@ class LlamaModel:
             hidden.add_(self._feed_forward(layer, hidden))
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output projection: (n, hidden_size) to fp32 (n, vocab_size)."""
-        return self.lm_head(self.final_norm(hidden)).float()
+    def compute_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Final norm and output projection: (n, hidden_size) to fp32 (n, vocab_size).
+
+        ``out`` takes the result, if given.
+        """
+        logits = self.lm_head(self.final_norm(hidden))
+        return logits.float() if out is None else out.copy_(logits)
 
     def _project(
         self, layer: DecoderLayer, hidden: Tensor, rotations: Tensor
