@@ -2,14 +2,16 @@
 
     python benchmarks/gpu_check.py --model PATH [--device cuda] [--json FILE]
 
-1. Greedy tokens and logits of the engine, for each attention backend and dtype, against a dense
-   float32 forward pass of transformers over the same tokens.
-2. Time of a decode step for several batch sizes, against the time to read the weights and the KV
-   once at the device's measured copy bandwidth.
-3. Bandwidth of a KV read between two engines of this process over NIXL.
+1. Greedy tokens of the engine, for each attention backend and dtype, with CUDA graphs and without,
+   against a dense float32 forward pass of transformers over the same tokens.
+2. The same steps with and without CUDA graphs, logits compared, while the batch grows and shrinks.
+3. Steady decode steps under torch's check for hidden synchronisation.
+4. Time of a decode step for several batch sizes, with and without CUDA graphs, against the time to
+   read the weights and the KV once at the device's measured copy bandwidth.
+5. Bandwidth of a KV read between two engines of this process over NIXL.
 
-Takes a few minutes. With ``--device cpu`` it runs too, as a check of itself. Exit status 1 when a
-token differs where the two best logits are not nearly tied.
+Takes a few minutes. With ``--device cpu`` it runs too, without 2 and 3, as a check of itself. Exit
+status 1 when a token differs where the two best logits are not nearly tied, or a step waits.
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ from pdcore import (
 from pdcore.errors import MissingExtra
 from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import Waker
+from pdcore.messages import ModelRunnerOutput
 from pdcore.runner import GPUModelRunner
 
 BLOCK_SIZE = 16
+NUM_BLOCKS = 4096
 Figures = dict[str, Any]
+GRAPH_SIZES: dict[str, tuple[int, ...] | None] = {"on": None, "off": ()}
 # A token may differ only where the reference's two best logits are closer than this.
 TIE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 
@@ -53,29 +58,47 @@ class Engine:
         self.runner = GPUModelRunner(
             model, limits=self.limits, block_size=BLOCK_SIZE, connector=connector, **options
         )
-        num_blocks = options.get("num_blocks", 4096)
         self.spec = self.runner.get_kv_cache_spec()
-        self.runner.initialize_from_config(KVCacheConfig(spec=self.spec, num_blocks=num_blocks))
-        manager = KVCacheManager(LRUBlockPool(num_blocks, BLOCK_SIZE))
+        started = time.perf_counter()
+        self.runner.initialize_from_config(KVCacheConfig(spec=self.spec, num_blocks=NUM_BLOCKS))
+        self.initialize_s = time.perf_counter() - started
+        manager = KVCacheManager(LRUBlockPool(NUM_BLOCKS, BLOCK_SIZE))
         self.scheduler = UnifiedScheduler(manager, limits=self.limits, connector=side)
         self.tokens: dict[str, list[int]] = {}
         self.params: dict[str, Any] = {}
 
-    def add(self, name: str, prompt: Any, *, max_tokens: int, params: Any = None) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0)
+    def add(
+        self,
+        name: str,
+        prompt: Any,
+        *,
+        max_tokens: int,
+        params: Any = None,
+        temperature: float = 0.0,
+    ) -> None:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=0.9, min_p=0.01, seed=0
+        )
         self.tokens[name] = []
         self.scheduler.add_request(
             Request(name, prompt, sampling=sampling, kv_transfer_params=params)
         )
 
-    def step(self) -> None:
+    def step(self) -> ModelRunnerOutput:
         plan = self.scheduler.schedule()
         self.runner.execute_model(plan)
-        result = self.scheduler.update_from_output(plan, self.runner.sample_tokens(None))
+        drawn = self.runner.sample_tokens(None)
+        result = self.scheduler.update_from_output(plan, drawn)
         for output in result.outputs:
             self.tokens[output.request_id].extend(output.new_token_ids)
             if output.kv_transfer_params is not None:
                 self.params[output.request_id] = output.kv_transfer_params
+        return drawn
+
+    def admit_all(self) -> None:
+        """Step until nobody waits and every prompt is computed."""
+        while self.scheduler.stats().num_waiting or not all(self.tokens.values()):
+            self.step()
 
     def run(self) -> None:
         while self.scheduler.has_requests():
@@ -88,9 +111,17 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
     return [rng.integers(100, vocab_size, n).tolist() for n in (5, 16, 33, 64, 127, 300)]
 
 
-def check_tokens(model: Path, reference: Any, device: str, dtype: str, backend: str) -> Figures:
+def check_tokens(
+    model: Path, reference: Any, *, device: str, dtype: str, backend: str, graphs: str
+) -> Figures:
     """Compare an engine's greedy tokens with the dense reference; return what differs."""
-    engine = Engine(model, device=device, dtype=dtype, attention_backend=backend)
+    engine = Engine(
+        model,
+        device=device,
+        dtype=dtype,
+        attention_backend=backend,
+        cuda_graph_sizes=GRAPH_SIZES[graphs],
+    )
     prompts = make_prompts(engine.runner.vocab_size)
     for index, prompt in enumerate(prompts):
         engine.add(str(index), prompt, max_tokens=32)
@@ -111,11 +142,82 @@ def check_tokens(model: Path, reference: Any, device: str, dtype: str, backend: 
     return {
         "check": "tokens",
         "backend": backend,
+        "graphs": graphs,
         "dtype": dtype,
         "num_tokens": 32 * len(prompts),
         "num_near_ties": num_ties - len(wrong),
         "wrong": wrong,
     }
+
+
+def compare_graphs(model: Path, device: str, dtype: str) -> Figures:
+    """Run the same steps with and without graphs: 6 rows, then 12, then fewer and fewer."""
+    engines = [
+        Engine(model, device=device, dtype=dtype, cuda_graph_sizes=sizes, keep_logits=True)
+        for sizes in GRAPH_SIZES.values()
+    ]
+    prompts = make_prompts(engines[0].runner.vocab_size)
+    difference, num_steps, parted = 0.0, 0, set()
+    wrong: list[Any] = []
+    while num_steps == 0 or engines[0].scheduler.has_requests():
+        for engine in engines if num_steps in (0, 10) else ():
+            for index, prompt in enumerate(prompts):
+                engine.add(f"{num_steps}-{index}", prompt, max_tokens=12 + 9 * index)
+        captured, eager = (engine.step() for engine in engines)
+        num_steps += 1
+        if captured.rows.tolist() != eager.rows.tolist():
+            wrong.append((num_steps, captured.errors, eager.errors))
+            break
+        logits = [engine.runner.logits for engine in engines]
+        tenants = list(zip(eager.rows.tolist(), eager.epochs.tolist(), strict=True))
+        alike = [place for place, tenant in enumerate(tenants) if tenant not in parted]
+        if not alike or logits[0] is None or logits[1] is None:
+            continue
+        # Rows that once drew another token have another past: they are compared no more.
+        difference = max(difference, float((logits[0] - logits[1])[alike].abs().max()))
+        for place in alike:
+            mine, theirs = (int(drawn.sampled_token_ids[place, 0]) for drawn in (captured, eager))
+            if mine != theirs:
+                parted.add(tenants[place])
+                gap = float(logits[1][place, theirs] - logits[1][place, mine])
+                wrong += [(num_steps, place, gap)] if gap > TIE[dtype] else []
+    for engine in engines:
+        engine.runner.close()
+    return {
+        "check": "graphs against eager",
+        "dtype": dtype,
+        "num_steps": num_steps,
+        "largest_logit_difference": difference,
+        "num_near_ties": len(parted) - len(wrong),
+        "wrong": wrong,
+    }
+
+
+def check_waiting(model: Path, device: str, dtype: str, backend: str, graphs: str) -> Figures:
+    """Decode with torch set to refuse to wait, but for the event behind the tokens."""
+    sizes = GRAPH_SIZES[graphs]
+    engine = Engine(
+        model, device=device, dtype=dtype, attention_backend=backend, cuda_graph_sizes=sizes
+    )
+    for index, prompt in enumerate(make_prompts(engine.runner.vocab_size)):
+        engine.add(str(index), prompt, max_tokens=60, temperature=0.8 * (index % 2))
+    engine.admit_all()
+    wrong = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        try:
+            torch.ones(1, device=device).item()
+            wrong.append("torch did not notice a wait that was there")
+        except RuntimeError:
+            pass
+        for _ in range(40):  # over the ends of blocks, too
+            engine.step()
+    except RuntimeError as error:
+        wrong.append(str(error))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.runner.close()
+    return {"check": "waits", "backend": backend, "graphs": graphs, "wrong": wrong}
 
 
 def copy_bandwidth(device: str) -> float:
@@ -134,15 +236,14 @@ def copy_bandwidth(device: str) -> float:
 
 
 def time_decode(
-    engine: Engine, batch: int, *, context: int, bandwidth: float, device: str
+    engine: Engine, batch: int, *, context: int, bandwidth: float, device: str, graphs: str
 ) -> Figures:
     """The median decode step of a batch, and its floor."""
     rng = np.random.default_rng(1)
     for index in range(batch):
         prompt = rng.integers(100, engine.runner.vocab_size, context)
-        engine.add(f"{batch}-{index}", prompt, max_tokens=48)
-    while engine.scheduler.stats().num_waiting:
-        engine.step()
+        engine.add(f"{batch}-{index}", prompt, max_tokens=100)
+    engine.admit_all()
     times = []
     for _ in range(40):
         _synchronize(device)
@@ -151,12 +252,14 @@ def time_decode(
         times.append(time.perf_counter() - started)
     engine.scheduler.abort_requests(list(engine.tokens))
     engine.run()
+    engine.tokens.clear()
     weights = engine.runner.num_weight_bytes
     kv = batch * (context + 24) * engine.spec.bytes_per_block / BLOCK_SIZE
     floor = (weights + kv) / bandwidth
     median = statistics.median(times)
     return {
         "check": "decode",
+        "graphs": graphs,
         "batch": batch,
         "context": context,
         "step_ms": 1e3 * median,
@@ -228,7 +331,10 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
-    backends = ["torch", "triton"] if args.device == "cuda" else ["torch"]
+    # What there is: attention backends, with CUDA graphs where they can be captured.
+    ways = [("torch", "off"), ("triton", "off"), ("triton", "on")]
+    if args.device == "cpu":
+        ways = ways[:1]
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.model.name}, seeds 0 to 2")
     results: list[Figures] = []
@@ -243,16 +349,26 @@ def main() -> int:
         )
 
     reference = load_reference(args.model, args.device)
+    common = {"device": args.device, "dtype": args.dtypes[-1]}
     for dtype in args.dtypes:
-        for backend in backends:
-            report(check_tokens(args.model, reference, args.device, dtype, backend))
+        for backend, graphs in ways:
+            of_run = {**common, "dtype": dtype, "backend": backend, "graphs": graphs}
+            report(check_tokens(args.model, reference, **of_run))
     del reference
+    if args.device == "cuda":
+        for dtype in args.dtypes:
+            report(compare_graphs(args.model, args.device, dtype))
+        for backend, graphs in ways:
+            report(check_waiting(args.model, **common, backend=backend, graphs=graphs))
     bandwidth = copy_bandwidth(args.device)
     report({"check": "copy", "GB_per_s": bandwidth / 1e9})
-    engine = Engine(args.model, device=args.device, dtype=args.dtypes[-1])
-    for batch in args.batches:
-        report(time_decode(engine, batch, context=256, bandwidth=bandwidth, device=args.device))
-    engine.runner.close()
+    for graphs in dict.fromkeys(graphs for _, graphs in ways):
+        engine = Engine(args.model, **common, cuda_graph_sizes=GRAPH_SIZES[graphs])
+        report({"check": "start", "graphs": graphs, "initialize_s": engine.initialize_s})
+        of_run = {"bandwidth": bandwidth, "device": args.device, "graphs": graphs}
+        for batch in args.batches:
+            report(time_decode(engine, batch, context=256, **of_run))
+        engine.runner.close()
     try:
         report(time_transfer(args.model, args.device, args.dtypes[-1]))
     except MissingExtra as error:

@@ -21,6 +21,8 @@ def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     on_host = torch.from_numpy(array)
     if device.type != "cuda":
         return on_host
+    if not array.size:  # there is no memory to pin
+        return torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
