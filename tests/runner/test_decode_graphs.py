@@ -135,6 +135,16 @@ def test_triton_decodes_can_be_captured(tmp_path: Path) -> None:
     assert report["num_launches"] > 0
 
 
+def test_the_host_is_told_the_longest_lengths(tiny_llama: Path) -> None:
+    """A backend that sizes something by the host's lengths has room for any step of the graph."""
+    state = make_pair(tiny_llama).driver.runner._state
+    step = state.decode_inputs(torch.tensor([3, state.padding_row]), torch.tensor([20, 0]))
+    assert step.attention.seq_lens.tolist() == [LIMITS.max_model_len] * 2
+    assert step.attention.device_seq_lens.tolist() == [21, 1]
+    assert step.attention.block_tables.shape == (2, LIMITS.max_model_len // 4)
+    assert step.attention.slot_blocks[1] == 0
+
+
 def start_rows(driver: RunnerDriver, count: int, **settings: Any) -> None:
     for row in range(count):
         driver.start(row, list(range(3 + row, 12 + row)), **settings)
@@ -229,22 +239,32 @@ class PlainConnector(WorkerConnector):
         return TransferReport()
 
 
-class LayerConnector(PlainConnector):
+class SavingConnector(PlainConnector):
     """Counts the layers that were saved."""
 
-    num_saved = 0
+    num_calls = 0
 
     def save_kv_layer(self, layer: int) -> None:
-        self.num_saved += 1
+        self.num_calls += 1
+
+
+class LoadingConnector(PlainConnector):
+    """Counts the layers that were waited for."""
+
+    num_calls = 0
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.num_calls += 1
 
 
 @pytest.mark.parametrize(
     ("make", "is_captured"),
     [
         (PlainConnector, True),
-        (LayerConnector, False),
+        (SavingConnector, False),
+        (LoadingConnector, False),
         (lambda: MultiWorkerConnector({"a": PlainConnector(), "b": PlainConnector()}), True),
-        (lambda: MultiWorkerConnector({"a": LayerConnector(), "b": PlainConnector()}), False),
+        (lambda: MultiWorkerConnector({"a": SavingConnector(), "b": PlainConnector()}), False),
     ],
 )
 def test_connectors_with_calls_between_layers_run_eagerly(
@@ -259,8 +279,8 @@ def test_connectors_with_calls_between_layers_run_eagerly(
     start_rows(driver, 2)
     driver.decode(3)
     assert is_captured == (sum(graphs.num_replays) == 3)
-    if isinstance(connector, LayerConnector):
-        assert connector.num_saved == 2 * (2 + 3)
+    if isinstance(connector, SavingConnector | LoadingConnector):
+        assert connector.num_calls == 2 * (2 + 3)
     runner.close()
 
 

@@ -321,7 +321,7 @@ class GPUModelRunner(ModelRunner):
         self._step = self._step_logits = None
         self._state = self._make_state()
 
-    @torch.inference_mode()
+    @torch.no_grad()  # what torch keeps for graphs must be of use to others outside inference mode
     def _capture_graphs(self) -> None:
         self._graphs = self._make_graphs()
         if self._graphs is not None and self._graph_capture is not None:
