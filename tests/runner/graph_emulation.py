@@ -124,7 +124,7 @@ class RecordedGraphs:
     """Makes graphs on a CPU.
 
     Attributes:
-        sizes: by graph, in the order of capture, how many replays there were.
+        num_replays: of each graph, in the order of capture.
         recording: the graph that is being captured, or None.
     """
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from graph_emulation import MaskedBackend, RecordedGraphs
 
 from pdcore import KVCacheManager, Limits, LRUBlockPool, Request, SamplingParams, UnifiedScheduler
 from pdcore.loop import BatchQueue
@@ -33,11 +35,19 @@ def _requests() -> list[Request]:
     ]
 
 
-def _run(model: Path, depth: int, num_blocks: int) -> tuple[dict[str, list[int]], int, int]:
+def _run(
+    model: Path, depth: int, num_blocks: int, **settings: Any
+) -> tuple[dict[str, list[int]], int, int]:
     """All tokens by request, how many preemptions, and the most plans that were under way."""
     executor = InProcessExecutor(
         lambda: GPUModelRunner(
-            model, limits=LIMITS, device="cpu", block_size=BLOCK_SIZE, num_threads=1, seed=0
+            model,
+            limits=LIMITS,
+            device="cpu",
+            block_size=BLOCK_SIZE,
+            num_threads=1,
+            seed=0,
+            **settings,
         ),
         num_blocks=num_blocks,
     )
@@ -71,4 +81,16 @@ def test_tokens_do_not_depend_on_the_steps_in_flight(tiny_llama: Path, num_block
     for depth in (2, 3):
         tokens, _, deepest = _run(tiny_llama, depth, num_blocks)
         assert deepest == depth - 1  # what is left under way when a step returns
+        assert expected == tokens
+
+
+def test_decode_graphs_change_no_token(tiny_llama: Path) -> None:
+    """With steps in flight, preemptions and graphs, tokens are those of one step without."""
+    expected, num_preemptions, _ = _run(tiny_llama, 1, 32)
+    assert num_preemptions > 0
+    for depth in (1, 2):
+        graphs = RecordedGraphs()
+        settings = {"attention_backend": MaskedBackend, "graph_capture": graphs}
+        tokens, _, _ = _run(tiny_llama, depth, 32, **settings)
+        assert sum(graphs.num_replays) > 40
         assert expected == tokens
