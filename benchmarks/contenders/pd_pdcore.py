@@ -13,8 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import attrs
-from control_tasks import prompts
-from pd_timing import Timeline, cpu_shares, figures
+from pd_timing import FreshPrompts, Timeline, cpu_shares, figures
 from serving import serve
 
 from pd.messages import EngineFailed, EngineReady, EngineSettings, NewTokens, RequestDone, Submit
@@ -126,9 +125,10 @@ def main() -> None:
         )
     )
 
+    fresh = FreshPrompts()
+
     def complete(*, count: int, prompt: int, num_tokens: int, at_once: bool, seed: int) -> Any:
-        source = prompts(prompt, seed)
-        requests = [next(source) for _ in range(count)]
+        requests = fresh.take(count, prompt, seed)
         if at_once:
             return figures(pair.complete(requests, num_tokens))
         return figures([pair.complete([request], num_tokens)[0] for request in requests])

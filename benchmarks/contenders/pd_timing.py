@@ -8,10 +8,24 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["Timeline", "cpu_shares", "figures"]
+from control_tasks import prompts
+
+__all__ = ["FreshPrompts", "Timeline", "cpu_shares", "figures"]
+
+
+class FreshPrompts:
+    """Random prompts, none of them twice: in a repeat, no prefix cache must know the last one's."""
+
+    def __init__(self) -> None:
+        self._sources: dict[tuple[int, int], Iterator[list[int]]] = {}
+
+    def take(self, count: int, num_tokens: int, seed: int) -> list[list[int]]:
+        """The next so many; all contenders get the same ones in the same repeat."""
+        source = self._sources.setdefault((num_tokens, seed), prompts(num_tokens, seed))
+        return [next(source) for _ in range(count)]
 
 
 class Timeline:

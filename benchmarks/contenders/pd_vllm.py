@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from control_tasks import prompts
-from pd_timing import Timeline, cpu_shares, figures
+from pd_timing import FreshPrompts, Timeline, cpu_shares, figures
 from serving import serve
 
 _START_TIMEOUT_S = 900.0
@@ -136,13 +135,14 @@ def main() -> None:
 
 
 def _serve(servers: list[Server]) -> None:
+    fresh = FreshPrompts()
+
     def complete(*, count: int, prompt: int, num_tokens: int, at_once: bool, seed: int) -> Any:
-        source = prompts(prompt, seed)
         lines: list[Timeline] = []
         threads: list[threading.Thread] = []
-        for _ in range(count):
+        for tokens in fresh.take(count, prompt, seed):
             lines.append(Timeline())
-            arguments = (*servers, next(source), num_tokens, lines[-1])
+            arguments = (*servers, tokens, num_tokens, lines[-1])
             threads.append(threading.Thread(target=complete_one, args=arguments))
             threads[-1].start()
             if not at_once:
