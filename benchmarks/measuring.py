@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -177,7 +178,9 @@ class Report:
         ours, theirs = self.figures[label]["pdcore"], self.figures[label].get(column)
         if not theirs:
             return None
-        each = [b[figure] / a[figure] for a, b in zip(ours, theirs, strict=True)]
+        pairs = zip(ours, theirs, strict=True)
+        # A figure of nothing, an idle engine's for instance, is any number of times better.
+        each = [b[figure] / a[figure] if a[figure] else math.inf for a, b in pairs]
         return Ratio(statistics.median(each), min(each), max(each))
 
     def print_head(self) -> None:
