@@ -113,6 +113,27 @@ def test_a12_without_displacing_an_urgent_request_waits_for_a_slot(policy: FCFS)
     assert engine.scheduler.stats().num_preemptions == 0
 
 
+def test_a12_one_that_gave_way_and_starts_again_in_the_same_step_is_taken_back_with_it() -> None:
+    """The urgent one turns out to wait for its adapter, so its victim gets the slot after all."""
+    engine = Engine(
+        num_usable_blocks=200, policy=Priority(displace=True), max_num_seqs=2, max_loras=1
+    )
+    engine.add("first", 4, max_tokens=8, priority=5, lora="x")
+    engine.add("second", 4, max_tokens=8, priority=9)
+    engine.step()
+    engine.add("urgent", 4, priority=0, lora="y")
+    before = engine.scheduler.fingerprint()
+    output = engine.schedule()
+    assert engine.scheduler.stats().num_preemptions == 1
+    assert "second" in engine.named(output)
+    engine.scheduler.abandon(output)
+    engine.scheduler.check()
+    assert engine.scheduler.fingerprint() == before
+    engine.run()
+    engine.assert_as_if_alone()
+    engine.assert_idle()
+
+
 def test_a12_equal_priorities_never_displace_each_other() -> None:
     """A newcomer of the same priority waits, or two of them would swap for ever."""
     engine = Engine(num_usable_blocks=200, policy=Priority(displace=True), max_num_seqs=2)

@@ -63,10 +63,7 @@ class AdmissionPass:
             return
         self._starting = Starting(core, plan)
         self._num_free_rows = core.table.num_free_rows
-        # The requests that start, and the queues they leave.
-        left: list[tuple[WaitingTable, RequestState]] = []
-        self._left = left
-        core.record(lambda: _put_back(left))
+        self._note_who_leaves()
         self._name_ahead(plan)
         passed_over: list[tuple[WaitingTable, RequestState]] = []
         try:
@@ -84,11 +81,17 @@ class AdmissionPass:
                 if skip.code in (SkipCode.NO_BLOCKS, SkipCode.ADMISSION_CLOSED):
                     break
                 if state in queue:
-                    queue.remove(state)
                     passed_over.append((queue, state))
+                    queue.remove(state)
             self._starting.run()
         finally:
             _put_back(passed_over)
+
+    def _note_who_leaves(self) -> None:
+        """From here on, remember who starts, to put them all back at once if the plan is undone."""
+        left: list[tuple[WaitingTable, RequestState]] = []
+        self._left = left
+        self._core.record(lambda: _put_back(left))
 
     def _name_ahead(self, plan: Plan) -> None:
         """Compute the prefix keys of those that are probably admitted, which is cheaper at once."""
@@ -169,6 +172,8 @@ class AdmissionPass:
         plan.rows, plan.num_tokens = plan.rows[kept], plan.num_tokens[kept]
         core.manager.pool.withdraw(plan.step_id, core.manager.tables.row_blocks(row))
         core.preempt(core.table.state(row))
+        # The one that gave way may start again in this step, and is in the queue before that.
+        self._note_who_leaves()
         plan.drop_vacated(core.table.states)
         return True
 
@@ -308,8 +313,8 @@ class AdmissionPass:
                     return skip
         except OutOfBlocks as error:
             return Skip(code=SkipCode.NO_BLOCKS, needed=error.needed, available=error.available)
-        queue.remove(state)
         self._left.append((queue, state))
+        queue.remove(state)
         self._num_free_rows -= 1
         self._core.stop_asking(state)
         return None
