@@ -157,3 +157,27 @@ def test_stop_tokens_may_be_an_array() -> None:
     """Any sequence of integers."""
     assert SamplingParams(stop_token_ids=np.array([2, 3])).stop_token_ids == (2, 3)
     assert SamplingParams(stop_token_ids=np.array([], int)).stop_token_ids == ()
+
+
+@attrs.frozen(kw_only=True)
+class Careful(SamplingParams):
+    """Has a default of its own, in a slot, as attrs makes them unless it is told otherwise."""
+
+    top_p: float = 0.9
+
+
+@attrs.frozen(eq=False)
+class Guest(Request):
+    """The same of a request."""
+
+    tenant: str | None = attrs.field(default="guests", kw_only=True)
+
+
+def test_a_subclass_may_have_defaults_of_its_own() -> None:
+    """They are used, and checked as all others are."""
+    assert Careful().top_p == 0.9
+    with pytest.raises(InvalidRequest, match="top_p"):
+        Careful(top_p=2.0)
+    assert Guest("r", [1]).arriving_at(2.0).tenant == "guests"
+    with pytest.raises(InvalidRequest, match="tenant"):
+        Guest("r", [1], tenant=3)  # type: ignore[arg-type]

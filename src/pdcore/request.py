@@ -142,7 +142,7 @@ _RESERVED: Mapping[str, Any] = MappingProxyType(
 _SELDOM_SET: Mapping[str, Any] = MappingProxyType(
     {"min_tokens": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None, **_RESERVED}
 )
-_seldom_set = operator.itemgetter(*_SELDOM_SET)
+_seldom_set = operator.attrgetter(*_SELDOM_SET)
 
 
 # Without slots, as all messages of which every request makes one: attrs fills a frozen class with
@@ -198,7 +198,7 @@ class SamplingParams:
             and 1 <= self.max_tokens < 2**31
             and type(self.temperature) is float
             and 0.0 <= self.temperature <= _MAX_FLOAT
-            and all(map(operator.is_, _seldom_set(vars(self)), _SELDOM_SET.values()))
+            and all(map(operator.is_, _seldom_set(self), _SELDOM_SET.values()))
         )
         if not is_usual:
             self._check()
@@ -303,7 +303,7 @@ def _as_token_array(values: Any) -> npt.NDArray[np.int32]:
 
 _OPTIONAL_STRINGS = ("tenant", "cache_salt", "lora")
 _OPTIONAL_TIMES = ("arrival_time", "deadline")
-_optional_values = operator.itemgetter(*_OPTIONAL_STRINGS, *_OPTIONAL_TIMES)
+_optional_values = operator.attrgetter(*_OPTIONAL_STRINGS, *_OPTIONAL_TIMES)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -358,7 +358,7 @@ class Request:
             raise InvalidRequest(
                 f"kv_transfer_params={params!r}: pass the mapping that the prefill engine returned"
             )
-        values = _optional_values(vars(self))
+        values = _optional_values(self)
         if values.count(None) == len(values):
             return
         for name, value in zip(_OPTIONAL_STRINGS, values, strict=False):
