@@ -34,7 +34,14 @@ from pdcore.errors import (
 )
 from pdcore.kvcache import KVCacheConfig, KVCacheSpec, PrefixHasher
 from pdcore.messages import TransferKey, TransferReport
-from pdcore.scheduler import Admission, AdmissionContext, GrammarBackend, GrammarMatcher, SkipCode
+from pdcore.scheduler import (
+    Admission,
+    AdmissionContext,
+    GrammarBackend,
+    GrammarMatcher,
+    SkipCode,
+    dispatch,
+)
 from pdcore.testing import FakeKVRunner
 from pdcore.testing.drive import Driver
 
@@ -555,6 +562,28 @@ def test_a_fault_inside_schedule_leaves_the_state_as_it_was() -> None:
     rig.pool.publish = publish  # type: ignore[method-assign]
     assert rig.scheduler.fingerprint() == before
     rig.scheduler.check()
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_an_interrupt_while_the_plan_is_written_leaves_the_state_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing of a row that runs has advanced when those that start are described."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rig = Rig()
+    rig.add("running")
+    rig.driver.step()
+    rig.add("starting")
+    before = rig.scheduler.fingerprint()
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_new_request_data", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rig.scheduler.schedule()
+    rig.scheduler.check()
+    assert rig.scheduler.fingerprint() == before
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
 
 

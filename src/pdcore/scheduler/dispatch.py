@@ -66,11 +66,12 @@ class Dispatch:
             samples = after == table.num_tokens[index] + table.num_in_flight[index]
             num_planned = core.limits.max_num_batched_tokens - plan.token_budget
             table.is_level = rows.size == len(table) and all_set(samples)
+        new_reqs, delta = self._describe_new(plan, before)
+        # From here to what undoes it nothing can fail.
         table.num_computed[index] = after
         table.num_in_flight[index] += samples
         core.counters.num_steps += 1
         core.counters.num_scheduled_tokens += num_planned
-        new_reqs, delta = self._describe_new(plan, before)
         finished_rows, core.finished_rows = core.finished_rows, []
 
         def undo() -> None:
