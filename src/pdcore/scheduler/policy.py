@@ -79,6 +79,9 @@ class RunningView:
 class SchedulingPolicy:
     """The hooks, each with a default. A hook that is not overridden costs nothing.
 
+    Override them in a class: a function that is put on an instance instead is not looked for. Which
+    ones a class has is settled when the scheduler is made.
+
     A hook that takes one request and raises ends that request with ``error``. A hook that takes
     columns and raises costs one step in first-come-first-served order, and is counted in
     ``SchedulerStats.num_policy_errors``.
