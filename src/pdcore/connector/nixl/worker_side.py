@@ -159,7 +159,7 @@ class NixlWorkerConnector(WorkerConnector):
                 self._readers[order.peer_id].cut_off(order.cause)
 
     def wait_for_save(self) -> None:
-        """The forward pass is done, so what it completed may be sent. Returns at once."""
+        """What the forward pass completes may be sent. Waits for the device if it is to be."""
         if self._pushes is not None:
             self._pushes.send()
 
@@ -213,16 +213,12 @@ class NixlWorkerConnector(WorkerConnector):
             return
         self._owners[task.transfer] = reader
         if task.staged_slots is not None and self._landing is not None:
-            self._landing.submit(task, partial(self._copied, task, reader, self._clock.now()))
+            self._landing.submit(task, partial(self._copied, task, reader))
         else:
             reader.submit(task)
 
     def _copied(
-        self,
-        task: ReadTask,
-        reader: PeerReader | ReshapingReader,
-        queued_at: float,
-        rest: ReadTask | None,
+        self, task: ReadTask, reader: PeerReader | ReshapingReader, rest: ReadTask | None
     ) -> None:
         """What was pushed is in place, or cannot be put there. On the landing area's thread."""
         if rest is None:

@@ -73,9 +73,9 @@ def restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def some_writers() -> PushWriters:
+def some_writers(mem_type: str = "DRAM") -> PushWriters:
     return PushWriters(
-        MemoryRegion(address=1, num_blocks=8, bytes_per_block=8, mem_type="DRAM", device_id=0),
+        MemoryRegion(address=1, num_blocks=8, bytes_per_block=8, mem_type=mem_type, device_id=0),
         config=NixlConfig(block_size=4),
         rank=0,
         clock=VirtualClock(),
@@ -110,6 +110,32 @@ def test_a_push_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reports += writers.take_reports()
     assert sorted(int(report.push_id) for report in reports) == list(range(_NUM_PUSHES))
     assert {report.num_blocks for report in reports} == {1}
+
+
+def test_a_write_from_a_device_waits_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass was only begun when it returns; steps that send nothing wait for nothing."""
+    torch = pytest.importorskip("torch")
+    events: list[str] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            events.append("kernels ended")
+
+    class Writer(LateWriter):
+        def submit(self, task: Write) -> None:
+            events.append("write began")
+
+    monkeypatch.setattr(LateWriter, "made", [], raising=False)
+    monkeypatch.setattr(push_writers, "PeerWriter", Writer)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    writers = some_writers("VRAM")
+    writers.order((), (PushStop(push_id="y", is_wanted=True),))
+    writers.send()
+    assert events == []
+    writers.order((a_task(0),), ())
+    writers.send()
+    assert events == ["kernels ended", "write began"]
+    writers.close()
 
 
 def a_task(first: int, *, push_id: str = "x") -> PushTask:

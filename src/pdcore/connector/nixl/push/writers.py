@@ -70,9 +70,12 @@ class PushWriters:
         self._due, self._due_stops = tasks, stops
 
     def send(self) -> None:
-        """The step's forward pass is done: begin to send what it completed."""
+        """The step's forward pass was begun: send what it completes, on a device once its kernels
+        have ended. Waits for those, if there is something to send."""
         tasks, self._due = self._due, ()
         stops, self._due_stops = self._due_stops, ()
+        if tasks and self._region.mem_type == "VRAM":
+            _wait_for_kernels(self._region.device_id)
         for task in tasks:
             self._send(task)
         for stop in stops:
@@ -209,3 +212,9 @@ class PushWriters:
                 f"<PushWriters {len(self._pushes)} pushes, {num_flying} being written, "
                 f"{len(self._reports)} to report; {list(self._writers.values())}>"
             )
+
+
+def _wait_for_kernels(device_id: int) -> None:
+    import torch
+
+    torch.cuda.current_stream(device_id).synchronize()
