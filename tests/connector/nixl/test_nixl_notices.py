@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nixl_engines import until
 
+from pdcore.connector.nixl import notices
+from pdcore.connector.nixl.doorbell import DoorbellListener
 from pdcore.connector.nixl.notices import Notice, NoticeKind, NoticeListener, NoticeSender
 from pdcore.messages import TransferKey
 
@@ -67,6 +69,49 @@ def test_a_changed_notice_is_none(change: int, data: st.DataObject) -> None:
             for text in (changed, sent):
                 stranger.sendto(text, ("127.0.0.1", listener.address.port))
         assert until(listener.take) == [Notice(NoticeKind.ARRIVED, 1, TransferKey(7, 2))]
+
+
+class Flood:
+    """A socket on which there is always one more datagram."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def recv(self, size: int) -> bytes:
+        self.num_taken += 1
+        assert self.num_taken < 10_000, "they are taken for ever"
+        return bytes(size)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [NoticeListener, DoorbellListener])
+def test_a_flood_does_not_keep_the_thread(
+    kind: type[NoticeListener] | type[DoorbellListener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends faster than can be taken has no more than a share of the thread's time."""
+    with closing(kind("127.0.0.1")) as listener:
+        listener._socket.close()
+        monkeypatch.setattr(listener, "_socket", Flood())
+        assert not listener.take()
+
+
+def test_what_is_left_is_taken_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of one call loses nothing."""
+    monkeypatch.setattr(notices, "MAX_AT_ONCE", 2)
+    with closing(NoticeListener("127.0.0.1")) as listener:
+        with closing(NoticeSender(listener.address, rank=0)) as sender:
+            for uid in range(5):
+                sender.send(NoticeKind.ARRIVED, TransferKey(uid, 1))
+        taken: list[int] = []
+
+        def take() -> bool:
+            taken.extend(notice.transfer.uid for notice in listener.take())
+            return len(taken) == 5
+
+        until(take)
+        assert taken == list(range(5))
 
 
 def test_nobody_listening_is_no_error() -> None:

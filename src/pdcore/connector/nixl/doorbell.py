@@ -12,13 +12,15 @@ import struct
 from pdcore.connector.nixl.meta import Doorbell
 from pdcore.errors import ConfigError
 
-__all__ = ["DoorbellListener", "datagram_socket", "listening_socket", "ring"]
+__all__ = ["MAX_AT_ONCE", "DoorbellListener", "datagram_socket", "listening_socket", "ring"]
 
 logger = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16
 _SECONDS = struct.Struct(">d")
 _MAX_RING_S = 5.0
+MAX_AT_ONCE = 256
+"""Datagrams that are taken in one call: who sends without end must not keep the thread."""
 
 
 class DoorbellListener:
@@ -39,24 +41,26 @@ class DoorbellListener:
     def wait(self, timeout_s: float) -> float | None:
         """Sleep until a ring or the time is up; return for how long to look often, or None.
 
-        Takes every ring that is there. A ring of 0 seconds says that nobody reads any more.
+        Takes the rings that are there. A ring of 0 seconds says that nobody reads any more.
         """
         ready, _, _ = select.select([self._socket], [], [], timeout_s)
         return self.take() if ready else None
 
     def take(self) -> float | None:
-        """Take every ring that is there, without waiting; the last one's seconds, or None."""
+        """Take the rings that are there, without waiting; the last one's seconds, or None. After
+        `MAX_AT_ONCE` datagrams the rest is left for the next call."""
         seconds: float | None = None
-        while True:
+        for _ in range(MAX_AT_ONCE):
             try:
                 data = self._socket.recv(64)
             except BlockingIOError:
-                return seconds
+                break
             if len(data) == _TOKEN_BYTES + _SECONDS.size and hmac.compare_digest(
                 data[:_TOKEN_BYTES], self._token
             ):
                 (asked,) = _SECONDS.unpack(data[_TOKEN_BYTES:])
                 seconds = min(asked, _MAX_RING_S) if asked > 0 else 0.0
+        return seconds
 
     def fileno(self) -> int:
         """For event loops."""

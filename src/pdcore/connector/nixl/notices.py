@@ -11,7 +11,7 @@ import struct
 
 import attrs
 
-from pdcore.connector.nixl.doorbell import datagram_socket, listening_socket
+from pdcore.connector.nixl.doorbell import MAX_AT_ONCE, datagram_socket, listening_socket
 from pdcore.connector.nixl.meta import Doorbell
 from pdcore.messages import TransferKey
 
@@ -66,19 +66,21 @@ class NoticeListener:
         self.address = Doorbell(host=host, port=self._socket.getsockname()[1], token=self._key)
 
     def take(self) -> list[Notice]:
-        """Take every notice that is there, without waiting."""
+        """Take the notices that are there, without waiting. After `MAX_AT_ONCE` datagrams the rest
+        is left for the next call."""
         notices: list[Notice] = []
-        while True:
+        for _ in range(MAX_AT_ONCE):
             try:
                 data = self._socket.recv(_MAC_BYTES + _FIELDS.size + 1)
             except BlockingIOError:
-                return notices
+                break
             text = data[_MAC_BYTES:]
             if len(text) == _FIELDS.size and hmac.compare_digest(
                 data[:_MAC_BYTES], _mac(self._key, text)
             ):
                 kind, uid, attempt, rank = _FIELDS.unpack(text)
                 notices.append(Notice(NoticeKind(kind), rank, TransferKey(uid, attempt)))
+        return notices
 
     def fileno(self) -> int:
         """For event loops."""
