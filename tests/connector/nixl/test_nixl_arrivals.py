@@ -163,6 +163,19 @@ def test_a_load_that_nobody_wants_is_not_asked_for(decode: Half, reading: Readin
     until(lambda: reading._prefill.connector.stats().tickets.num_released == 1)
 
 
+def test_a_load_that_nobody_wants_is_still_helped_to_its_end(
+    decode: Half, reading: Reading
+) -> None:
+    """Its blocks are kept until nothing writes to them, so its peer is called as for any other."""
+    desk = reading._prefill.connector._parts.hand_overs
+    decode.connector.cancel(reading.load.transfer)
+    reading.say(0, kind=NoticeKind.NEEDS_PEER)
+    until(desk.keep_workers_awake)
+    decode.workers_say(failed=reading.load)
+    decode.take_events()
+    assert decode.connector._parts.pulls.arrivals._expected == {}
+
+
 def test_a_load_cancelled_after_the_question_still_waits_for_its_report(
     decode: Half, reading: Reading
 ) -> None:

@@ -20,6 +20,7 @@ class _Expected:
     driver: TicketDriver
     ranks: set[int] = attrs.field(factory=set)
     is_asked: bool = False
+    is_closed: bool = False
 
 
 class Arrivals:
@@ -29,7 +30,7 @@ class Arrivals:
     a load: it and the peer's word are both needed, and come in either order.
 
     The scheduler's thread says which loads are expected, the control thread what it heard. Each
-    load is asked for once: by this, or, when `forget` says that it was not, by whoever forgot it.
+    load is asked for once: by this, or, when `close` says that it was not, by whoever closed it.
     """
 
     def __init__(self) -> None:
@@ -42,11 +43,20 @@ class Arrivals:
         with self._lock:
             self._expected[transfer] = _Expected(driver)
 
-    def forget(self, transfer: TransferKey) -> bool:
-        """Ask for this load no more; return whether its peer was asked already."""
+    def close(self, transfer: TransferKey) -> bool:
+        """Ask for this load no more; return whether its peer was asked already. Until `forget` its
+        calls for the peer are passed on: while it is read, it must come to its end."""
         with self._lock:
-            expected = self._expected.pop(transfer, None)
-            return expected is not None and expected.is_asked
+            expected = self._expected.get(transfer)
+            if expected is None:
+                return False
+            expected.is_closed = True
+            return expected.is_asked
+
+    def forget(self, transfer: TransferKey) -> None:
+        """The load has ended, or no worker has it."""
+        with self._lock:
+            self._expected.pop(transfer, None)
 
     def hear(self, notice: Notice) -> Coroutine[Any, Any, None] | None:
         """Take a notice; return what is to be said to the peer now. On the control thread."""
@@ -57,7 +67,8 @@ class Arrivals:
             if notice.kind is NoticeKind.NEEDS_PEER:
                 return expected.driver.announce()
             expected.ranks.add(notice.rank)
-            if expected.is_asked or expected.ranks != set(range(self.num_ranks)):
+            is_done = expected.is_asked or expected.is_closed
+            if is_done or expected.ranks != set(range(self.num_ranks)):
                 return None
             expected.is_asked = True
             return expected.driver.accept(notice.transfer)

@@ -351,7 +351,7 @@ class PullDesk:
     def _stop_listening(self, pull: Pull) -> None:
         """Let nobody ask for the newest load from now on, and note whether somebody did."""
         assert pull.transfer is not None
-        pull.is_asked = self.arrivals.forget(pull.transfer) or pull.is_asked
+        pull.is_asked = self.arrivals.close(pull.transfer) or pull.is_asked
 
     def _fail(
         self, pull: Pull, cause: str, *, is_rejected: bool = False, accept_s: float | None = None
