@@ -9,9 +9,11 @@ from harness import Engine, some_tokens
 
 from pdcore.clock import VirtualClock
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
-from pdcore.request import RequestStatus
+from pdcore.request import Request, RequestStatus
 from pdcore.scheduler import (
     FCFS,
+    Admission,
+    AdmissionContext,
     Priority,
     SkipCode,
 )
@@ -113,15 +115,23 @@ def test_a12_without_displacing_an_urgent_request_waits_for_a_slot(policy: FCFS)
     assert engine.scheduler.stats().num_preemptions == 0
 
 
+class Fickle(Priority):
+    """Lets the urgent one in when it asks for a row, and not when it has one."""
+
+    num_asked = 0
+
+    def admit(self, request: Request, context: AdmissionContext) -> Admission:
+        if request.request_id != "urgent":
+            return Admission.ADMIT
+        self.num_asked += 1
+        return Admission.SKIP if self.num_asked == 2 else Admission.ADMIT
+
+
 def test_a12_one_that_gave_way_and_starts_again_in_the_same_step_is_taken_back_with_it() -> None:
-    """The urgent one turns out to wait for its adapter, so its victim gets the slot after all."""
-    engine = Engine(
-        num_usable_blocks=200, policy=Priority(displace=True), max_num_seqs=2, max_loras=1
-    )
-    engine.add("first", 4, max_tokens=8, priority=5, lora="x")
-    engine.add("second", 4, max_tokens=8, priority=9)
-    engine.step()
-    engine.add("urgent", 4, priority=0, lora="y")
+    """The urgent one is not let in after all, so its victim gets the slot again."""
+    engine = Engine(num_usable_blocks=200, policy=Fickle(displace=True), max_num_seqs=2)
+    _two_slots_taken(engine)
+    engine.add("urgent", 4, priority=0)
     before = engine.scheduler.fingerprint()
     output = engine.schedule()
     assert engine.scheduler.stats().num_preemptions == 1
@@ -129,6 +139,24 @@ def test_a12_one_that_gave_way_and_starts_again_in_the_same_step_is_taken_back_w
     engine.scheduler.abandon(output)
     engine.scheduler.check()
     assert engine.scheduler.fingerprint() == before
+    engine.run()
+    engine.assert_as_if_alone()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("others", ["x", None])
+def test_a12_who_would_not_be_let_in_displaces_nobody(others: str | None) -> None:
+    """With one adapter at a time, only the row of the request that has it helps another one."""
+    engine = Engine(
+        num_usable_blocks=200, policy=Priority(displace=True), max_num_seqs=2, max_loras=1
+    )
+    engine.add("first", 4, max_tokens=8, priority=5, lora=others)
+    engine.add("second", 4, max_tokens=8, priority=9, lora="x")
+    engine.step()
+    engine.add("urgent", 4, priority=0, lora="y")
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.stats().num_preemptions == (0 if others else 1)
     engine.run()
     engine.assert_as_if_alone()
     engine.assert_idle()

@@ -116,9 +116,9 @@ class AdmissionPass:
         if not self._has_displace_hook:
             return False
         self._starting.run()
-        has_row = self._displace(state, plan)
+        is_displaced = self._displace(state, plan)
         self._num_free_rows = self._core.table.num_free_rows
-        return has_row
+        return is_displaced
 
     def _candidates(self, plan: Plan) -> Iterator[tuple[WaitingTable, RequestState]]:
         """The queue's requests in order; each must be taken out before the next is asked for."""
@@ -155,17 +155,17 @@ class AdmissionPass:
             if not self._could_run(state):
                 return False
             index = core.policy.displace(state.request, running_view(core, rows))
-            if index is not None:
-                index = operator.index(index)
-            if index is not None and not 0 <= index < rows.size:
+            if index is None:
+                return False
+            index = operator.index(index)
+            if not 0 <= index < rows.size:
                 raise IndexError(f"it answered {index}, of {rows.size} running requests")
         except Exception as error:
             self._core.fail_later(state, "displace", error)
             return False
-        if index is None:
-            return False
         row = int(rows[index])
-        if row in plan.admitted_rows or self._is_shared_in(row, plan):
+        is_refused = self._may_refuse and self._refused(state, plan, without=row) is not None
+        if is_refused or row in plan.admitted_rows or self._is_shared_in(row, plan):
             return False
         kept = plan.rows != row
         plan.token_budget += int(plan.num_tokens[~kept].sum())
@@ -228,13 +228,15 @@ class AdmissionPass:
             core.alarms.set(("ask", state.uid), plan.now + core.limits.load_timeout_s)
         return Skip(code=SkipCode.CONNECTOR_NOT_READY, waits_on="the connector to find external KV")
 
-    def _refused(self, state: RequestState, plan: Plan) -> Skip | None:
+    def _refused(self, state: RequestState, plan: Plan, *, without: int = -1) -> Skip | None:
+        """Why limits or policy do not let a request in; ``without`` is a row that it would take."""
         core, limits = self._core, self._core.limits
         lora = state.request.lora
         if limits.max_loras is not None and lora is not None:
             self._starting.run()
             rows = plan.all_rows().tolist()
-            active = {core.table.state(row).request.lora for row in rows} - {None}
+            active = {core.table.state(row).request.lora for row in rows if row != without}
+            active.discard(None)
             if lora not in active and len(active) >= limits.max_loras:
                 return Skip(
                     code=SkipCode.TOO_MANY_LORAS,
@@ -246,7 +248,7 @@ class AdmissionPass:
             return None
         context = AdmissionContext(
             now=plan.now,
-            num_running=len(core.table) + len(self._starting),
+            num_running=len(core.table) + len(self._starting) - (without >= 0),
             num_free_blocks=core.manager.pool.num_free_blocks - self._starting.num_blocks,
             token_budget=plan.token_budget,
         )
