@@ -357,6 +357,14 @@ def test_memory_is_measured_after_a_trial_step(make_runner: MakeRunner) -> None:
     assert 1.5 * small < more.determine_available_memory() < 2.5 * small
 
 
+def test_memory_is_measured_before_the_cache_is_made(make_runner: MakeRunner) -> None:
+    """The trial step would take away what rows refer to, so it is refused."""
+    runner = make_runner(kv_cache_memory_bytes=None)
+    runner.initialize_from_config(KVCacheConfig(spec=runner.get_kv_cache_spec(), num_blocks=8))
+    with pytest.raises(ExecutorError, match="after initialize_from_config"):
+        runner.determine_available_memory()
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

@@ -149,6 +149,11 @@ class GPUModelRunner(ModelRunner):
     def determine_available_memory(self) -> int:
         if self._kv_cache_memory_bytes is not None:
             return self._kv_cache_memory_bytes
+        if self._kv_cache is not None:
+            raise ExecutorError(
+                "determine_available_memory was called after initialize_from_config: its trial "
+                "step would overwrite what rows refer to. Ask before the cache is made."
+            )
         return available_memory(
             self._device, utilization=self._memory_utilization, trial=self._run_largest_step
         )

@@ -45,4 +45,5 @@ def read(tensor: Tensor) -> npt.NDArray[Any]:
     copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(tensor.device))
     copied.synchronize()
-    return on_host.numpy()
+    # A copy, since whoever keeps the result must not keep a page of pinned memory with it.
+    return on_host.numpy().copy()
