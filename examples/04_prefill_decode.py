@@ -76,7 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=_positive,
         default=300,
         metavar="S",
-        help="give up after so many seconds (default: 300)",
+        help="give up after so many seconds of serving, or of checking (default: 300)",
     )
     return parser.parse_args(arguments)
 
@@ -111,6 +111,8 @@ def run(options: argparse.Namespace) -> bool:
     traces = [router.traces[role] for role in ("prefill", "decode") if role in router.traces]
     print(f"\n{table(answers, router.traces.get('decode'))}\n\n{COLUMNS}\n\n{summary(answers)}")
     _write_timeline(traces, options)
+    # The self-check starts another engine, so it has a time of its own.
+    deadline = time.monotonic() + options.deadline
     return _check(answers, settings, tokenizer, options, deadline)
 
 

@@ -142,7 +142,10 @@ class Router:
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             names = ", ".join(self._unanswered())
-            raise DemoError(f"time is up; unanswered: {names}; give it more with --deadline")
+            raise DemoError(
+                f"time is up; unanswered: {names}. A slow or busy machine needs more: "
+                "make demo ARGS='--deadline 900'"
+            )
         connections = [engine.connection for engine in self._engines]
         ready = wait(connections, timeout=min(remaining, 1.0))
         for engine in tuple(self._engines):

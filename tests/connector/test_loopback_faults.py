@@ -17,6 +17,7 @@ from loopback_engines import (
 
 from pdcore.connector import KVLoad
 from pdcore.connector.loopback import LoopbackFabric, LoopbackFaults
+from pdcore.errors import ConfigError
 from pdcore.request import FinishReason, Request, RequestStatus, SamplingParams
 from pdcore.testing import VirtualClock
 
@@ -194,6 +195,23 @@ def test_a_peer_that_restarts_keeps_no_promise():
     assert decode.driver.run()["r"].token_ids == solo(decode)
     assert decode.scheduler.stats().num_failed_loads == 1
     assert fabric.clock.now() == 0.0
+
+
+def test_a_dead_peer_that_restarts_serves_again():
+    """What it computes from then on can be loaded."""
+    prefill, decode, fabric = make_pair()
+    fabric.kill("p")
+    fabric.restart("p")
+    assert decode.decode(prefill.prefill()) == solo(decode)
+    assert decode.num_external_tokens == len(PROMPT) - 1
+
+
+def test_a_function_that_chooses_no_faults_is_told_so():
+    """It names the request, and what to return."""
+    prefill, decode, _ = make_pair(lambda load: None)  # type: ignore[arg-type,return-value]
+    decode.add(prefill.prefill())
+    with pytest.raises(ConfigError, match="returned None for request 'r'"):
+        decode.step(3)
 
 
 def test_a_new_engine_under_an_old_name_is_another_one():

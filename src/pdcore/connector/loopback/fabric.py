@@ -13,7 +13,7 @@ from pdcore.connector.base import KVCaches, KVLoad
 from pdcore.connector.loopback.faults import FaultPlan, LoopbackFaults
 from pdcore.connector.loopback.ticket import LoopbackTicket
 from pdcore.connector.tickets import TicketAnswer, TicketRegistry
-from pdcore.errors import PeerLost
+from pdcore.errors import ConfigError, PeerLost
 from pdcore.messages import TransferKey
 
 __all__ = ["LoopbackEngine", "LoopbackFabric"]
@@ -95,13 +95,15 @@ class LoopbackFabric:
             self._engines[engine_id].is_alive = False
 
     def restart(self, engine_id: str) -> None:
-        """Let an engine lose its record of hand-overs, as a restarted process does, and go on.
+        """Let an engine lose its record of hand-overs, as a restarted process does, and go on; one
+        that was killed lives again.
 
         Its peers' loads fail, old tickets are refused, and its holds are let go.
         """
         with self._lock:
             engine = self._engines[engine_id]
             engine.epoch += 1
+            engine.is_alive = True
         engine.registry.expire(math.inf)
         engine.tell()
 
@@ -151,9 +153,19 @@ class LoopbackFabric:
         return was_open
 
     def choose_faults(self, load: KVLoad) -> LoopbackFaults:
-        """The faults of a load that starts now."""
+        """The faults of a load that starts now.
+
+        Raises:
+            ConfigError: what is to choose them returned something else.
+        """
         faults = self.faults
-        return faults if isinstance(faults, LoopbackFaults) else faults(load)
+        chosen = faults if isinstance(faults, LoopbackFaults) else faults(load)
+        if not isinstance(chosen, LoopbackFaults):
+            raise ConfigError(
+                f"the faults function returned {chosen!r:.80} for request "
+                f"{load.request.request_id!r}: return LoopbackFaults()"
+            )
+        return chosen
 
     def set_due(self, engine: LoopbackEngine, transfer: TransferKey, due: float | None) -> None:
         """Note when a load of an engine is due."""
