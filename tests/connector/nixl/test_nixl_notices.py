@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from nixl_engines import until
 
 from pdcore.connector.nixl import notices
-from pdcore.connector.nixl.doorbell import DoorbellListener
+from pdcore.connector.nixl.doorbell import DoorbellListener, ring
 from pdcore.connector.nixl.notices import Notice, NoticeKind, NoticeListener, NoticeSender
 from pdcore.messages import TransferKey
 
@@ -122,3 +124,23 @@ def test_nobody_listening_is_no_error() -> None:
         for _ in range(3):
             sender.send(NoticeKind.REPORT)
     sender.send(NoticeKind.REPORT)
+
+
+def test_a_worker_with_many_files_open_hears_its_doorbell() -> None:
+    """Descriptors beyond 1023, which `select` cannot take, are waited for as any other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this process may not open so many files")
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        listener = stack.enter_context(closing(DoorbellListener("127.0.0.1")))
+        assert listener.fileno() > 1023
+        assert listener.wait(0.0) is None
+        assert listener.wait(0.01) is None
+        ring(listener.address, 3.0)
+        assert listener.wait(5.0) == 3.0
+        ring(listener.address, 2.0)
+        assert until(lambda: listener.wait(0.0005)) == 2.0

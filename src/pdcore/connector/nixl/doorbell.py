@@ -8,6 +8,7 @@ import secrets
 import select
 import socket
 import struct
+import time
 
 from pdcore.connector.nixl.meta import Doorbell
 from pdcore.errors import ConfigError
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 _TOKEN_BYTES = 16
 _SECONDS = struct.Struct(">d")
 _MAX_RING_S = 5.0
+_POLL_STEP_S = 0.001
 MAX_AT_ONCE = 256
 """Datagrams that are taken in one call: who sends without end must not keep the thread."""
 
@@ -35,6 +37,9 @@ class DoorbellListener:
 
     def __init__(self, host: str) -> None:
         self._socket = listening_socket(host)
+        # Not `select`, which raises once a process has a thousand files open.
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self.address = Doorbell(host=host, port=self._socket.getsockname()[1], token=self._token)
 
@@ -43,8 +48,10 @@ class DoorbellListener:
 
         Takes the rings that are there. A ring of 0 seconds says that nobody reads any more.
         """
-        ready, _, _ = select.select([self._socket], [], [], timeout_s)
-        return self.take() if ready else None
+        if timeout_s < _POLL_STEP_S:
+            time.sleep(timeout_s)
+            return self.take()
+        return self.take() if self._poll.poll(1000 * timeout_s) else None
 
     def take(self) -> float | None:
         """Take the rings that are there, without waiting; the last one's seconds, or None. After
