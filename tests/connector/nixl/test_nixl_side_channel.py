@@ -248,6 +248,16 @@ def test_a_silent_server_is_given_up(prefill: Half) -> None:
         until(lambda: engine.match(request) > 0)
 
 
+@pytest.mark.parametrize("host", ["a..cluster.local", "a" * 64 + ".cluster.local"])
+def test_a_host_that_cannot_be_named_fails_the_load_at_once(prefill: Half, host: str) -> None:
+    """A ticket may name what a pattern allows and no resolver takes: its load fails, in words."""
+    with half(allowed_peers=["*.cluster.local"]) as engine:
+        request = decode_request(prefill.ticket() | {"host": host})
+        engine.load(request, engine.add(request))
+        engine.until_event()
+        assert "no host can have this name" in engine.failed[0].cause
+
+
 def test_a_silent_server_holds_nobody_up_in_turn(prefill: Half) -> None:
     """Requests that queue for the one connection to a silent peer end together, not in turn."""
     listener = socket.create_server(("127.0.0.1", 0))

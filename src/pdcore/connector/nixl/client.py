@@ -65,7 +65,8 @@ class PeerClient:
         Raises:
             PeerRestarted: somebody else answers at the address.
             PeerLost: nobody answers in time.
-            HandshakeRefused: the two do not share a key, or do not speak the same version.
+            HandshakeRefused: the two do not share a key, or do not speak the same version; or the
+                address cannot be that of a host.
         """
         timeout_s = self._config.request_timeout_s
         try:
@@ -76,6 +77,12 @@ class PeerClient:
         except (OSError, EOFError) as error:
             what = getattr(error, "strerror", None) or "the connection was closed"
             raise PeerLost(f"{self.where} cannot be reached: {what}") from None
+        except UnicodeError:
+            # Printable, and allowed by a pattern such as *.cluster.local, but with an empty or a
+            # too long part between two dots.
+            raise HandshakeRefused(
+                f"{self.where} cannot be reached: no host can have this name"
+            ) from None
         except ProtocolError as error:
             raise PeerLost(f"{self.where} does not speak the protocol: {error}") from None
 

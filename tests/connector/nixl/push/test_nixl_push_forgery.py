@@ -140,6 +140,16 @@ def test_a_second_engine_with_the_same_leave(prefill: WholeEngine, decode: Whole
         run_idle(second)
 
 
+def test_leave_from_a_host_that_cannot_be_named(decode: WholeEngine) -> None:
+    """Nothing is pushed, and nothing of the push is kept for a peer that can never be told."""
+    with closing(prefill_engine(allowed_peers=["*.cluster.local"])) as engine:
+        begin(engine, "a", PROMPT, expect(decode, PROMPT) | {"host": "a..cluster.local"})
+        assert pushes(engine).num_refused == 1
+        finish(engine, "a")
+        run_until(lambda: pushes(engine).num_ended == 1, engine)
+        assert not engine.connector._parts.pushes._untold
+
+
 def test_signed_leave() -> None:
     """With a key, leave from anywhere is good if it is signed, and none is if it was changed."""
     with closing(Engine(key=KEY, push_staging_bytes=1 << 20)) as decode:
