@@ -128,6 +128,29 @@ def test_a_sender_that_nobody_hears_out_has_to_wait() -> None:
     asyncio.run(flood())
 
 
+def test_larger_frames_may_be_allowed_later() -> None:
+    """What was sent ahead of the leave, and held up, comes through after it."""
+    message = Release(transfer_id="t", reason="x" * 500)
+    frame = framed([message])
+
+    async def send_ahead() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_connection(lambda: Channel(max_frame_bytes=100), sock=ours)
+        await loop.sock_sendall(theirs, framed([Renew(transfer_id="t")]) + frame[:-1])
+        assert await channel.receive(timeout_s=5) == Renew(transfer_id="t")
+        await asyncio.sleep(0.05)
+        channel.allow_frames(MAX_FRAME_BYTES)
+        await loop.sock_sendall(theirs, frame[-1:])
+        assert await channel.receive(timeout_s=5) == message
+        channel.close()
+        theirs.close()
+
+    asyncio.run(send_ahead())
+
+
 def test_a_peer_that_takes_nothing_is_not_sent_to_for_ever() -> None:
     """`send` waits for room until its time is up."""
     message = Release(transfer_id="t", reason="x" * 500)

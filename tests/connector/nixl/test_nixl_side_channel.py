@@ -291,6 +291,22 @@ def test_the_timeout_counts_waiting_for_a_connection() -> None:
     assert time.monotonic() - began < 1.5
 
 
+def test_strangers_cannot_fill_the_memory(prefill: Half) -> None:
+    """Before it has shown the key, nobody can announce more than a greeting takes; after it, all
+    that a message may have."""
+    with closing(connect(prefill)) as stranger:
+        receive(stranger)
+        stranger.sendall(struct.pack(">I", 1 << 16))
+        assert is_dropped(stranger)
+    with closing(connect(prefill)) as known:
+        # Each of these takes twelve bytes in JSON.
+        greeted = greet(known, engine_id=256 * chr(0x1F600), epoch=256 * chr(0x1F600))
+        assert greeted["type"] == "welcome"
+        text = encode(Release(transfer_id="t"))
+        known.sendall(framed(text + b" " * (1 << 19)))
+        assert receive(known)["ok"]
+
+
 def test_an_oversized_frame_is_refused_unread() -> None:
     """The length alone condemns a frame; nobody waits for its bytes, or makes room for them."""
 

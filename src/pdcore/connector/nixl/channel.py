@@ -87,6 +87,11 @@ class Channel(asyncio.Protocol):
                 has_begun, deadline = True, self._loop.time() + timeout_s
         return decode(text)
 
+    def allow_frames(self, max_frame_bytes: int) -> None:
+        """Take frames of another size from now on."""
+        self._max_frame_bytes = max_frame_bytes
+        self._hold_up_sender()
+
     def close(self) -> None:
         """Close the connection; what was not sent yet is dropped."""
         if self._transport is not None:

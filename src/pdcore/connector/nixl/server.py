@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _ACCEPTING_S = 0.01
 _MAX_FRAME_BYTES = 1 << 20
+_MAX_HELLO_BYTES = 1 << 14
+"""Of each stranger so much is kept at most, and there may be as many as connections."""
 _IDLE_FACTOR = 4
 
 
@@ -98,7 +100,7 @@ class SideChannelServer:
     async def start(self) -> None:
         """Begin to serve, on the running loop."""
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: Channel(max_frame_bytes=_MAX_FRAME_BYTES, connected=self._connected),
+            lambda: Channel(max_frame_bytes=_MAX_HELLO_BYTES, connected=self._connected),
             sock=self._listener,
         )
 
@@ -129,6 +131,7 @@ class SideChannelServer:
                 sender = await self._authenticate(channel)
                 self._strangers.pop(channel, None)
                 self._peers.add(channel)
+                channel.allow_frames(_MAX_FRAME_BYTES)
                 await self._answer_requests(channel, sender)
         except ProtocolError as error:
             logger.warning("dropped a connection to the side channel: %s", error)
