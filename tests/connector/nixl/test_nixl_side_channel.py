@@ -251,7 +251,7 @@ def test_a_silent_server_is_given_up(prefill: Half) -> None:
 @pytest.mark.parametrize("host", ["a..cluster.local", "a" * 64 + ".cluster.local"])
 def test_a_host_that_cannot_be_named_fails_the_load_at_once(prefill: Half, host: str) -> None:
     """A ticket may name what a pattern allows and no resolver takes: its load fails, in words."""
-    with half(allowed_peers=["*.cluster.local"]) as engine:
+    with half(allowed_peers=["*.cluster.local"], request_timeout_s=60.0) as engine:
         request = decode_request(prefill.ticket() | {"host": host})
         engine.load(request, engine.add(request))
         engine.until_event()
