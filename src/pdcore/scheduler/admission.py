@@ -333,7 +333,6 @@ class AdmissionPass:
         self._starting.add(
             state,
             blocks=np.concatenate((held, manager.pool.allocate(more))),
-            num_fresh_blocks=0,
             num_computed=num_computed,
             num_tokens=num_tokens,
             num_hit_tokens=state.num_local_tokens,
@@ -357,7 +356,7 @@ class AdmissionPass:
             num_fresh = manager.check_room(
                 hit, end, must_fit_tokens=room, chunk=chunk, num_reserved=reserved
             )
-            starting.add(state, None, num_fresh, 0, num_tokens, 0, 0)
+            starting.add(state, num_tokens=num_tokens, num_fresh_blocks=num_fresh)
             return None
         starting.run()
         blocks = manager.allocate_slots(hit, end, must_fit_tokens=room, chunk=chunk)
@@ -369,7 +368,6 @@ class AdmissionPass:
         starting.add(
             state,
             blocks=blocks,
-            num_fresh_blocks=0,
             num_computed=num_computed,
             num_tokens=num_tokens,
             num_hit_tokens=hit.num_tokens,

@@ -66,21 +66,22 @@ class Starting:
     def add(
         self,
         state: RequestState,
-        blocks: BlockIds | None,
-        num_fresh_blocks: int,
-        num_computed: int,
+        *,
         num_tokens: int,
-        num_hit_tokens: int,
-        num_published: int,
+        blocks: BlockIds | None = None,
+        num_fresh_blocks: int = 0,
+        num_computed: int = 0,
+        num_hit_tokens: int = 0,
+        num_published: int = 0,
     ) -> None:
         """Admit a request; there must be room for it.
 
         Args:
             state: the request.
+            num_tokens: tokens to compute in this step.
             blocks: int32, those it has, retained, or None.
             num_fresh_blocks: blocks to allocate behind those.
             num_computed: tokens whose KV is there.
-            num_tokens: tokens to compute in this step.
             num_hit_tokens: tokens found in the local cache.
             num_published: blocks that have their keys already.
         """

@@ -53,6 +53,10 @@ class TransferParams(PeerParams):
             "kv_transfer_params must be a mapping with do_remote_prefill=True (to read KV from a "
             "prefill engine) or do_remote_decode=True (to prefill for a decode engine)"
         ),
+        mix_up=(
+            "kv_transfer_params belong to another prompt: pass the ticket with the same "
+            "prompt_token_ids and lora that the prefill engine had"
+        ),
     )
 
     transfer_id: str = attrs.field(validator=checked.text())

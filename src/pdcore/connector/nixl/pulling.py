@@ -22,9 +22,10 @@ from pdcore.connector.nixl.inbox import Inbox
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta, ReadTask
 from pdcore.connector.nixl.orders import WorkerOrders
+from pdcore.connector.nixl.params import TransferParams
+from pdcore.connector.nixl.params_reader import ParamsReader
 from pdcore.connector.nixl.pull import Pull, PullState
 from pdcore.connector.nixl.push.landing_desk import LandingDesk
-from pdcore.connector.nixl.ticket_reader import TicketReader
 from pdcore.errors import TransferError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
 from pdcore.request import Request
@@ -65,7 +66,7 @@ class PullDesk:
         self._control = control
         self._clock = clock
         self._notify = notify
-        self._tickets = TicketReader(config)
+        self._params = ParamsReader(config)
         self._pulls: dict[int, Pull] = {}
         self._by_request: dict[Request, Pull] = {}
         self._by_transfer: dict[TransferKey, Pull] = {}
@@ -85,7 +86,7 @@ class PullDesk:
         Raises:
             InvalidTransferParams: the ticket is not acceptable.
         """
-        params = self._tickets.read(request)
+        params = self._ticket_of(request)
         pull = Pull(uid=uid, request=request, params=params)
         link = self._links.get(params)
         link.num_users += 1
@@ -110,7 +111,7 @@ class PullDesk:
         Raises:
             InvalidTransferParams: the ticket is not acceptable.
         """
-        params = self._tickets.read(request)
+        params = self._ticket_of(request)
         others = (pull.params for pull in self._pulls.values())
         if all(other.transfer_id != params.transfer_id for other in others):
             notice = self._links.get(params).release(
@@ -283,6 +284,10 @@ class PullDesk:
             self._give_back(pull, "the decode engine is closing")
 
     # Inner workings.
+
+    def _ticket_of(self, request: Request) -> TransferParams:
+        assert request.kv_transfer_params is not None
+        return self._params.read(TransferParams, request.kv_transfer_params, request)
 
     def _apply(self, pull: Pull, fact: Fact) -> None:
         match fact:

@@ -36,6 +36,7 @@ class PlainForm:
         version: the one that is read.
         origin: who makes them, for people.
         misfit: what to say of data without the flag.
+        mix_up: what to say of parameters that belong to another prompt.
     """
 
     name: str
@@ -43,6 +44,7 @@ class PlainForm:
     version: int
     origin: str
     misfit: str
+    mix_up: str
 
     def write(self, fields: dict[str, Any], key: bytes | None) -> dict[str, Any]:
         """Plain data that survives JSON, signed when there is a key."""

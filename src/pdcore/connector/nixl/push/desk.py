@@ -10,18 +10,17 @@ import numpy as np
 
 from pdcore.clock import Clock
 from pdcore.connector.base import FinishedBlocks
-from pdcore.connector.nixl.addresses import AllowedPeers
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.inbox import Inbox
 from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import PushStop, PushTask
+from pdcore.connector.nixl.params_reader import ParamsReader
 from pdcore.connector.nixl.push.driver import PushDriver
 from pdcore.connector.nixl.push.facts import Claimed, ClaimFailed, NotWanted, PushFact, PushTold
 from pdcore.connector.nixl.push.params import PUSH_TO, PushParams
 from pdcore.connector.nixl.push.push import Push
 from pdcore.connector.stats import PushCounts
-from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import InvalidTransferParams
 from pdcore.messages import SchedulerOutput, TransferReport
 from pdcore.request import Request
@@ -66,7 +65,7 @@ class PushDesk:
         self._clock = clock
         self._notify = notify
         self._life_host = life_host
-        self._allowed = AllowedPeers(config.allowed_peers)
+        self._params = ParamsReader(config)
         self._pushes: dict[int, Push] = {}
         self._drivers: dict[int, PushDriver] = {}
         # Pushes that ended, until their peer knows it: uid -> push id.
@@ -203,17 +202,7 @@ class PushDesk:
         push_to = (request.kv_transfer_params or {}).get(PUSH_TO)
         if push_to is None:
             return None
-        params = PushParams.from_dict(
-            push_to,
-            key=self._config.key,
-            allowed_peers=self._allowed,
-            max_num_bytes=self._config.max_params_bytes,
-        )
-        if params.prompt_digest != prompt_digest(request):
-            raise InvalidTransferParams(
-                "push_to belongs to another prompt: pass the same prompt_token_ids and lora to "
-                "expect_push() and to the prefill engine"
-            )
+        params = self._params.read(PushParams, push_to, request)
         # While the peer has not heard of a push's end, that end could pass for this one's.
         in_use = {push.push_id for push in self._pushes.values()} | set(self._untold.values())
         if params.push_id in in_use:

@@ -46,6 +46,10 @@ class PushParams(PeerParams):
             "push_to must be what the decode engine's expect_push() returned: a mapping with "
             "expects_push=True, or None for no push"
         ),
+        mix_up=(
+            "push_to belongs to another prompt: pass the same prompt_token_ids and lora to "
+            "expect_push() and to the prefill engine"
+        ),
     )
 
     push_id: str = attrs.field(validator=checked.text())

@@ -1,18 +1,23 @@
-"""Tickets as requests bring them: read, and compared with the request."""
+"""What peers tell by way of others, as requests bring it: read, and compared with the request."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
 from pdcore.connector.nixl.addresses import AllowedPeers
 from pdcore.connector.nixl.config import NixlConfig
-from pdcore.connector.nixl.params import TransferParams
+from pdcore.connector.nixl.peer_params import PeerParams
 from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import InvalidTransferParams
 from pdcore.request import Request
 
-__all__ = ["TicketReader"]
+__all__ = ["ParamsReader"]
+
+ParamsT = TypeVar("ParamsT", bound=PeerParams)
 
 
-class TicketReader:
+class ParamsReader:
     """Takes nothing on trust: form, size, signature, address and prompt are checked.
 
     Args:
@@ -23,22 +28,18 @@ class TicketReader:
         self._config = config
         self._allowed = AllowedPeers(config.allowed_peers)
 
-    def read(self, request: Request) -> TransferParams:
-        """The ticket of a request that has ``kv_transfer_params``.
+    def read(self, kind: type[ParamsT], data: Mapping[str, Any], request: Request) -> ParamsT:
+        """Parameters of one kind that came with a request.
 
         Raises:
-            InvalidTransferParams: it is not acceptable, or belongs to another prompt.
+            InvalidTransferParams: they are not acceptable, or belong to another prompt.
         """
-        assert request.kv_transfer_params is not None
-        params = TransferParams.from_dict(
-            request.kv_transfer_params,
+        params = kind.from_dict(
+            data,
             key=self._config.key,
             allowed_peers=self._allowed,
             max_num_bytes=self._config.max_params_bytes,
         )
         if params.prompt_digest != prompt_digest(request):
-            raise InvalidTransferParams(
-                "kv_transfer_params belong to another prompt: pass the ticket with the same "
-                "prompt_token_ids and lora that the prefill engine had"
-            )
+            raise InvalidTransferParams(kind.form.mix_up)
         return params
