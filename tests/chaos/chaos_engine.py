@@ -285,7 +285,7 @@ class _Engine:
         landings = parts.landings.counts()
         numbers = {
             "tickets given": parts.hand_overs.registry.num_open,
-            "tickets taken": len(parts.pulls._pulls),
+            "tickets taken": len(parts.tickets),
             "pushes under way": len(parts.pushes._pushes),
             "ends of pushes not told": len(parts.pushes._untold),
             "slots in use": landings.num_slots - landings.num_free_slots,

@@ -64,11 +64,11 @@ class Reading:
 
     def until_vouched(self) -> None:
         """Wait for the peer's word to have come in."""
-        pulls = self._decode.connector._parts.pulls
+        tickets = self._decode.connector._parts.tickets
 
         def has_come() -> bool:
             self._decode.take_events()
-            return pulls._pulls[self.uid].word is not None
+            return tickets.get(self.uid).word is not None
 
         until(has_come)
 

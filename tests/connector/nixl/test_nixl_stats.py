@@ -187,7 +187,7 @@ def _ending(engine: Half, request: Request) -> str:
 
 
 def _knows_peer(engine: Half, uid: int) -> bool:
-    return engine.connector._parts.pulls._pulls[uid].peer is not None
+    return engine.connector._parts.tickets.get(uid).peer is not None
 
 
 # How the workers wake the scheduler's half.

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from pdcore.connector.base import KVLoad
-from pdcore.connector.nixl.driver import AcceptAnswered
+from pdcore.connector.nixl.driver import AcceptAnswered, TicketDriver
 from pdcore.connector.nixl.meta import PeerInfo, ReadTask
 from pdcore.connector.nixl.params import TransferParams
 from pdcore.errors import TransferError
@@ -43,6 +43,7 @@ class Pull:
         uid: the request's internal number.
         request: the request.
         params: its ticket.
+        driver: keeps the ticket alive, on the control thread.
         state: where its load is.
         peer: the peer's KV memory, once known.
         trouble: why the ticket can never be read, or empty.
@@ -58,6 +59,7 @@ class Pull:
     uid: int
     request: Request
     params: TransferParams
+    driver: TicketDriver
     state: PullState = PullState.WAITING
     peer: PeerInfo | None = None
     trouble: str = ""

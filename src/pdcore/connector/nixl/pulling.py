@@ -1,10 +1,9 @@
-"""A decode engine's side of the scheduler half: tickets in, loads out."""
+"""A decode engine's side of the scheduler half: loads from tickets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdcore.clock import Clock
 from pdcore.connector.base import KVLoad
 from pdcore.connector.load_tally import LoadTally
 from pdcore.connector.nixl.arrivals import Arrivals
@@ -15,17 +14,13 @@ from pdcore.connector.nixl.driver import (
     Fact,
     Introduced,
     IntroductionFailed,
-    TicketDriver,
     TicketLost,
 )
-from pdcore.connector.nixl.inbox import Inbox
-from pdcore.connector.nixl.links import PeerLinks
 from pdcore.connector.nixl.meta import NixlMeta, ReadTask
 from pdcore.connector.nixl.orders import WorkerOrders
-from pdcore.connector.nixl.params import TransferParams
-from pdcore.connector.nixl.params_reader import ParamsReader
 from pdcore.connector.nixl.pull import Pull, PullState
 from pdcore.connector.nixl.push.landing_desk import LandingDesk
+from pdcore.connector.nixl.tickets_in_hand import TicketsInHand
 from pdcore.errors import TransferError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
 from pdcore.request import Request
@@ -38,15 +33,14 @@ _CANCELLED = "the load was cancelled before it began"
 class PullDesk:
     """Turns tickets into loads, and vouches for a load only when the peer does.
 
-    The scheduler's thread owns it. What the control thread learns comes in as facts, which
-    `take_events` applies; so no state here is shared.
+    The scheduler's thread owns it. What the control thread learns comes in as facts about tickets,
+    which `take_events` applies; so no state here is shared.
 
     Args:
         config: the connector's settings.
-        links: the known peers.
+        tickets: what loads are made from.
         landings: what peers pushed ahead of their tickets.
         control: where drivers run.
-        clock: whose seconds leases are counted in.
         notify: wakes the engine's loop.
     """
 
@@ -54,24 +48,17 @@ class PullDesk:
         self,
         *,
         config: NixlConfig,
-        links: PeerLinks,
+        tickets: TicketsInHand,
         landings: LandingDesk,
         control: ControlThread,
-        clock: Clock,
         notify: Callable[[], None],
     ) -> None:
         self._config = config
-        self._links = links
+        self._tickets = tickets
         self._landings = landings
         self._control = control
-        self._clock = clock
         self._notify = notify
-        self._params = ParamsReader(config)
-        self._pulls: dict[int, Pull] = {}
-        self._by_request: dict[Request, Pull] = {}
         self._by_transfer: dict[TransferKey, Pull] = {}
-        self._drivers: dict[int, TicketDriver] = {}
-        self._facts: Inbox[Fact] = Inbox(notify)
         self._finished: list[TransferKey] = []
         self._failed: list[LoadFailure] = []
         self._orders = WorkerOrders()
@@ -80,54 +67,14 @@ class PullDesk:
 
     # What the scheduler asks.
 
-    def add(self, request: Request, uid: int) -> None:
-        """Take a request's ticket, begin to renew it, and shake hands with its engine.
-
-        Raises:
-            InvalidTransferParams: the ticket is not acceptable.
-        """
-        params = self._ticket_of(request)
-        pull = Pull(uid=uid, request=request, params=params)
-        link = self._links.get(params)
-        link.num_users += 1
-        driver = TicketDriver(
-            uid,
-            params,
-            link=link,
-            clock=self._clock,
-            tell=self._facts.put,
-            landed=self._landings.wait,
-        )
-        self._pulls[uid] = self._by_request[request] = pull
-        self._drivers[uid] = driver
-        self._control.spawn_later(driver.first_renewal_s, driver.keep)
-        pull.peer = None if self._landings.want(params) else link.info
-        if pull.peer is None:
-            self._control.spawn(driver.introduce())
-
-    def refuse(self, request: Request) -> None:
-        """A request was refused before it was added: give its ticket back, unless another has it.
-
-        Raises:
-            InvalidTransferParams: the ticket is not acceptable.
-        """
-        params = self._ticket_of(request)
-        others = (pull.params for pull in self._pulls.values())
-        if all(other.transfer_id != params.transfer_id for other in others):
-            notice = self._links.get(params).release(
-                params.transfer_id, "the decode engine refused its request"
-            )
-            self._control.spawn(notice, is_short=True)
-            self._landings.refuse(params)
-
     def num_matched_tokens(self, request: Request, num_local_tokens: int) -> int:
         """How many tokens beyond the local ones this request's ticket can bring."""
-        pull = self._by_request.get(request)
+        pull = self._tickets.of(request)
         return 0 if pull is None else pull.num_tokens_beyond(num_local_tokens)
 
     def begin(self, load: KVLoad) -> None:
         """Start a load: with the next plan, or as soon as the peer is known."""
-        pull = self._by_request.get(load.request)
+        pull = self._tickets.of(load.request)
         if pull is None or pull.num_tokens_beyond(load.num_local_tokens) == 0:
             raise TransferError(
                 f"request {load.request.request_id!r} has no ticket that could be loaded"
@@ -145,7 +92,7 @@ class PullDesk:
             self._queue_read(pull)
         else:
             pull.state = PullState.SHAKING_HANDS
-            self._control.spawn(self._drivers[pull.uid].introduce())
+            self._control.spawn(pull.driver.introduce())
 
     def undo(self, load: KVLoad) -> None:
         """Forget a load whose plan never reached a worker."""
@@ -183,28 +130,27 @@ class PullDesk:
 
     def finish(self, uid: int) -> None:
         """The request ended: give its ticket back, once nothing is read with it any more."""
-        pull = self._pulls.get(uid)
+        pull = self._tickets.get(uid)
         if pull is None:
             return
-        pull.is_live = False
-        self._by_request.pop(pull.request, None)
+        self._tickets.request_ended(pull)
         if pull.transfer is not None and pull.transfer in self._by_transfer:
             self.cancel(pull.transfer)
         self._settle(pull)
 
     def note_admitted(self, uid: int) -> None:
         """The request runs. If it did so without its ticket, the ticket goes back at once."""
-        pull = self._pulls.get(uid)
+        pull = self._tickets.get(uid)
         if pull is not None and pull.state is PullState.WAITING:
-            self._give_back(pull, "the decode engine did not need it")
+            self._tickets.give_back(pull, "the decode engine did not need it")
             pull.state = PullState.DONE
 
     def explain(self, request: Request) -> str | None:
         """What a parked request waits for, and from whom."""
-        pull = self._by_request.get(request)
+        pull = self._tickets.of(request)
         if pull is None or pull.state in (PullState.WAITING, PullState.DONE):
             return None
-        where = self._drivers[pull.uid].link.where
+        where = pull.driver.link.where
         num_tokens = 0 if pull.load is None else pull.load.num_external_tokens
         if self._landings.is_landing(pull.params):
             return f"KV of {num_tokens} tokens that {where} still pushes"
@@ -246,7 +192,7 @@ class PullDesk:
         for failure in report.failed:
             if self._is_awaited(failure.transfer):
                 pull = self._by_transfer[failure.transfer]
-                self._control.call(self._drivers[pull.uid].link.forget)
+                self._control.call(pull.driver.link.forget)
                 pull.peer = None
                 # Once the peer was asked, the ticket is used up, whatever it says.
                 self._stop_listening(pull)
@@ -255,10 +201,8 @@ class PullDesk:
 
     def take_events(self) -> tuple[tuple[TransferKey, ...], tuple[LoadFailure, ...]]:
         """Apply what the control thread learned; return the loads that finished and failed."""
-        for fact in self._facts.take():
-            pull = self._pulls.get(fact.uid)
-            if pull is not None:
-                self._apply(pull, fact)
+        for pull, fact in self._tickets.take_facts():
+            self._apply(pull, fact)
         finished, self._finished = tuple(self._finished), []
         failed, self._failed = tuple(self._failed), []
         return finished, failed
@@ -278,16 +222,7 @@ class PullDesk:
         """Whether a load is under way, or its end is not told yet."""
         return bool(self._by_transfer or self._finished or self._failed)
 
-    def give_back_all(self) -> None:
-        """The engine closes: tell every peer that its ticket will not be used."""
-        for pull in tuple(self._pulls.values()):
-            self._give_back(pull, "the decode engine is closing")
-
     # Inner workings.
-
-    def _ticket_of(self, request: Request) -> TransferParams:
-        assert request.kv_transfer_params is not None
-        return self._params.read(TransferParams, request.kv_transfer_params, request)
 
     def _apply(self, pull: Pull, fact: Fact) -> None:
         match fact:
@@ -351,7 +286,7 @@ class PullDesk:
             self._conclude(pull, pull.word)
             self._notify()
         elif not pull.is_asked:
-            self._control.spawn(self._drivers[pull.uid].accept(pull.transfer))
+            self._control.spawn(pull.driver.accept(pull.transfer))
 
     def _stop_listening(self, pull: Pull) -> None:
         """Let nobody ask for the newest load from now on, and note whether somebody did."""
@@ -390,7 +325,7 @@ class PullDesk:
         self._by_transfer.pop(pull.transfer, None)
         self.arrivals.forget(pull.transfer)
         pull.state = state
-        self._drop_landing(pull)
+        self._tickets.drop_landing(pull)
         self.tally.ended(
             pull.transfer,
             is_good=is_good,
@@ -402,38 +337,17 @@ class PullDesk:
     def _settle(self, pull: Pull) -> None:
         """Give a ticket back that will not be used, and forget a request that is gone."""
         is_loading = pull.transfer is not None and pull.transfer in self._by_transfer
-        if is_loading or pull.uid not in self._pulls:
+        if is_loading or self._tickets.get(pull.uid) is None:
             return
         if pull.state is PullState.DONE or not pull.is_live:
-            self._give_back(pull, pull.trouble or "the request ended")
+            self._tickets.give_back(pull, pull.trouble or "the request ended")
         if not pull.is_live:
-            del self._pulls[pull.uid]
-            driver = self._drivers.pop(pull.uid)
-            driver.link.num_users -= 1
-
-    def _give_back(self, pull: Pull, reason: str) -> None:
-        driver = self._drivers[pull.uid]
-        driver.stop()
-        self._drop_landing(pull)
-        if not pull.is_returned:
-            pull.is_returned = True
-            notice = driver.link.release(pull.params.transfer_id, reason)
-            self._control.spawn(notice, is_short=True)
-
-    def _drop_landing(self, pull: Pull) -> None:
-        """Nothing that was pushed is needed for a pull; unless another one with the same ticket is
-        reading it, when that one's end frees the slots."""
-        push_id = pull.params.push_id
-        if push_id and not any(
-            it.params.push_id == push_id and it.state is PullState.READING
-            for it in self._by_transfer.values()
-        ):
-            self._landings.drop(pull.params)
+            self._tickets.forget(pull)
 
     def _give_out(self, pull: Pull) -> ReadTask:
         pull.state = PullState.READING
         assert pull.transfer is not None
-        self.arrivals.expect(pull.transfer, self._drivers[pull.uid])
+        self.arrivals.expect(pull.transfer, pull.driver)
         return pull.read_task(self._landings.take(pull.params))
 
     def _queue_read(self, pull: Pull) -> None:

@@ -33,6 +33,7 @@ from pdcore.connector.nixl.pulling import PullDesk
 from pdcore.connector.nixl.push.desk import PushDesk
 from pdcore.connector.nixl.push.landing_desk import LandingDesk
 from pdcore.connector.nixl.server import SideChannelServer, bind
+from pdcore.connector.nixl.tickets_in_hand import TicketsInHand
 from pdcore.connector.nixl.worker_side import WorkerHandshake
 from pdcore.connector.stats import ConnectorStats
 from pdcore.connector.tickets import asks_for_hand_over
@@ -56,6 +57,7 @@ class _Parts:
     server: SideChannelServer
     links: PeerLinks
     hand_overs: HandOverDesk
+    tickets: TicketsInHand
     pulls: PullDesk
     pushes: PushDesk
     landings: LandingDesk
@@ -113,13 +115,16 @@ class NixlSchedulerConnector(SchedulerConnector):
         landings = LandingDesk(
             name=name, config=config, clock=clock, address=address, control=control
         )
-        pulls = PullDesk(
+        tickets = TicketsInHand(
             config=config,
             links=links,
             landings=landings,
             control=control,
             clock=clock,
             notify=notify,
+        )
+        pulls = PullDesk(
+            config=config, tickets=tickets, landings=landings, control=control, notify=notify
         )
         pushes = PushDesk(
             config=config,
@@ -135,6 +140,7 @@ class NixlSchedulerConnector(SchedulerConnector):
             server=server,
             links=links,
             hand_overs=hand_overs,
+            tickets=tickets,
             pulls=pulls,
             pushes=pushes,
             landings=landings,
@@ -207,12 +213,12 @@ class NixlSchedulerConnector(SchedulerConnector):
         if asks_for_hand_over(params):
             self._parts.pushes.add(request, uid)
         elif params is not None:
-            self._parts.pulls.add(request, uid)
+            self._parts.tickets.take(request, uid)
 
     def request_refused(self, request: Request) -> None:
         params = request.kv_transfer_params
         if params is not None and not asks_for_hand_over(params):
-            self._parts.pulls.refuse(request)
+            self._parts.tickets.refuse(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_local_tokens: int
@@ -317,7 +323,7 @@ class NixlSchedulerConnector(SchedulerConnector):
             self._started.notices.close()
 
     def _say_farewell(self, parts: _Parts) -> None:
-        parts.pulls.give_back_all()
+        parts.tickets.give_back_all("the decode engine is closing")
         parts.pushes.close()
         try:
             self._control.run(self._wind_up(parts.server), timeout_s=3 * _FAREWELL_S)
