@@ -6,6 +6,7 @@ import numpy as np
 
 from pdcore.messages import SchedulerOutput
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.ending import fail
 from pdcore.scheduler.state import RequestState
 
 __all__ = ["count_lost_load", "take_back", "undo_exactly"]
@@ -77,7 +78,8 @@ def count_lost_load(core: Core, state: RequestState) -> None:
         return
     core.count_failed_load(state)
     if core.limits.on_load_failure == "fail" and not state.ask_connector:
-        core.fail(
+        fail(
+            core,
             state,
             f"remote KV could not be loaded: {state.num_lost_loads} steps that were to begin it "
             "failed",

@@ -13,6 +13,7 @@ from pdcore.errors import OutOfBlocks
 from pdcore.kvcache.manager import PrefixHit
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.ending import fail_later
 from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import Admission, AdmissionContext, SchedulingPolicy
@@ -161,7 +162,7 @@ class AdmissionPass:
             if not 0 <= index < rows.size:
                 raise IndexError(f"it answered {index}, of {rows.size} running requests")
         except Exception as error:
-            self._core.fail_later(state, "displace", error)
+            fail_later(self._core, state, "displace", error)
             return False
         row = int(rows[index])
         is_refused = self._may_refuse and self._refused(state, plan, without=row) is not None
@@ -212,7 +213,7 @@ class AdmissionPass:
         try:
             match = self._find_external(state, hit)
         except Exception as error:
-            return self._core.fail_later(state, "get_num_new_matched_tokens", error)
+            return fail_later(self._core, state, "get_num_new_matched_tokens", error)
         if match is None:
             return self._ask_later(state, plan)
         if match.num_tokens and match.is_async:
@@ -255,7 +256,7 @@ class AdmissionPass:
         try:
             verdict = Admission(core.policy.admit(state.request, context))
         except Exception as error:
-            return self._core.fail_later(state, "admit", error)
+            return fail_later(self._core, state, "admit", error)
         if verdict is Admission.ADMIT:
             return None
         code = SkipCode.POLICY if verdict is Admission.SKIP else SkipCode.ADMISSION_CLOSED
@@ -385,7 +386,7 @@ class AdmissionPass:
             try:
                 answer = int(core.policy.chunk(state.request, num_tokens, plan.token_budget))
             except Exception as error:
-                return self._core.fail_later(state, "chunk", error)
+                return fail_later(self._core, state, "chunk", error)
             num_tokens = max(1, min(answer, num_tokens))
         if not limits.enable_chunked_prefill and num_tokens > plan.token_budget:
             core.closed = SkipCode.NO_TOKEN_BUDGET

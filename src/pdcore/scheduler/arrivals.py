@@ -11,6 +11,7 @@ from pdcore.kvcache.sequence import TokenSequence
 from pdcore.request import Request, RequestStatus
 from pdcore.scheduler.base import RequestHandle
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.ending import fail
 from pdcore.scheduler.policy import SchedulingPolicy
 from pdcore.scheduler.state import RequestState, move
 from pdcore.scheduler.validate import policy_key, refuse_what_cannot_fit
@@ -102,7 +103,7 @@ class Arrivals:
         try:
             core.compiling[state.uid] = core.grammar.compile(state.request)
         except Exception as error:
-            core.fail(state, f"its grammar could not be compiled: {error!r}")
+            fail(core, state, f"its grammar could not be compiled: {error!r}")
             return
         deadline = core.clock.now() + core.limits.grammar_timeout_s
         core.alarms.set(("grammar", state.uid), deadline)

@@ -17,6 +17,7 @@ from pdcore.messages import (
 )
 from pdcore.request import FinishReason
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.ending import fail, finish, finish_running, owes_hand_over
 from pdcore.scheduler.grammar import GrammarMatcher
 from pdcore.scheduler.publishing import publish_filled
 from pdcore.scheduler.state import RequestState
@@ -176,7 +177,7 @@ class Commit:
             state, reason = table.state(row), _REASONS[code]
             cause = _cause(state, token, reason) if reason in _EXPLAINED else None
             ends.append((state, reason, cause, token))
-        outputs = self._core.finish_running(ends)
+        outputs = finish_running(self._core, ends)
         if self._core.connector is not None:
             # What could not be handed over ends for another reason.
             reasons[places] = [int(output.finish_reason or 0) for output in outputs]
@@ -195,7 +196,7 @@ class Commit:
     def _add_departed(self, result: StepResult, departed: list[tuple[RequestState, int]]) -> None:
         for state, token in departed:
             reason = self._late_end(state, token)
-            if self._core.owes_hand_over(state, reason):
+            if owes_hand_over(self._core, state, reason):
                 # The blocks to hand over went with its row: it is computed, and drawn, again.
                 continue
             if not self._append_late(state, token):
@@ -203,8 +204,8 @@ class Commit:
             index = len(result.request_ids)
             if reason is not None:
                 cause = _cause(state, token, reason)
-                result.finished[index] = self._core.finish(
-                    state, reason, cause=cause, new_token_ids=(token,)
+                result.finished[index] = finish(
+                    self._core, state, reason, cause=cause, new_token_ids=(token,)
                 )
             result.request_ids.append(state.request_id)
             result.token_ids = np.append(result.token_ids, np.int32(token))
@@ -239,7 +240,7 @@ class Commit:
             planned = output.samples[output.rows == error.row]
             table.num_in_flight[error.row] -= int(planned.sum())
             unwritten = self._withdraw(error.row, output)
-            core.fail(state, error.cause)
+            fail(core, state, error.cause)
             if unwritten.size:
                 core.distrust(unwritten, since_step=output.step_id)
 
@@ -247,7 +248,7 @@ class Commit:
         """A request that lost its row failed in a step that was in flight then."""
         state = self._core.take_late(error.row, error.epoch)
         if state is not None and not state.is_finished:
-            self._core.fail(state, error.cause)
+            fail(self._core, state, error.cause)
 
     def _withdraw(self, row: int, output: SchedulerOutput) -> Int32Array:
         """Drop the keys of the blocks that a failed row was to write; return those blocks."""

@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.clock import Clock
-from pdcore.connector.base import FinishedBlocks, HandOver, SchedulerConnector
-from pdcore.connector.tickets import asks_for_hand_over
+from pdcore.connector.base import SchedulerConnector
 from pdcore.kvcache.holds import Hold, HoldReason
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import RequestOutput, SchedulerOutput, TransferKey
-from pdcore.request import FinishReason, RequestStatus
-from pdcore.rows import index_of
+from pdcore.request import RequestStatus
 from pdcore.scheduler.alarms import Alarms
 from pdcore.scheduler.base import Limits, Skip, SkipCode
 from pdcore.scheduler.grammar import GrammarBackend, GrammarMatcher
@@ -140,7 +138,7 @@ class Core:
         table.flush(row)
         epoch = int(table.epoch[row])
         if expects_late:
-            self._expect_late(state)
+            self.expect_late(state)
         self.manager.tables.free(row)
         self.finished_rows.append(row)
         if not self.recording:
@@ -156,7 +154,7 @@ class Core:
 
         self.undo.append(undo)
 
-    def _expect_late(self, state: RequestState) -> None:
+    def expect_late(self, state: RequestState) -> None:
         """Remember who has a row, if draws for it are in flight."""
         num_in_flight = int(self.table.num_in_flight[state.row])
         if num_in_flight:
@@ -190,95 +188,6 @@ class Core:
             state.queue_key = queue_key
 
         self.record(undo)
-
-    def finish(
-        self,
-        state: RequestState,
-        reason: FinishReason,
-        *,
-        cause: str | None = None,
-        new_token_ids: tuple[int, ...] = (),
-    ) -> RequestOutput:
-        """End a request wherever it is, let go of all it has, and return its finish event.
-
-        The caller delivers the event, exactly once.
-        """
-        if state.row < 0:
-            return self._end(state, reason, cause, new_token_ids, len(state.sequence))
-        num_tokens = self.table.num_tokens.item(state.row)
-        output = self._end(state, reason, cause, new_token_ids, num_tokens)
-        self.vacate(state)
-        return output
-
-    def finish_running(
-        self, ends: list[tuple[RequestState, FinishReason, str | None, int]]
-    ) -> list[RequestOutput]:
-        """`finish` for running requests that end with their new token, all at once.
-
-        Args:
-            ends: for each the request, why it ends, the cause in words, and the token.
-        """
-        rows = [state.row for state, *_ in ends]
-        num_tokens = self.table.num_tokens[index_of(rows)].tolist()
-        outputs = [
-            self._end(state, reason, cause, (token,), total)
-            for (state, reason, cause, token), total in zip(ends, num_tokens, strict=True)
-        ]
-        if self.in_flight:
-            for state, *_ in ends:
-                self._expect_late(state)
-        self.manager.tables.free_rows(rows)
-        self.table.release_rows(rows)
-        self.finished_rows += rows
-        return outputs
-
-    def _end(
-        self,
-        state: RequestState,
-        reason: FinishReason,
-        cause: str | None,
-        new_token_ids: tuple[int, ...],
-        num_tokens: int,
-    ) -> RequestOutput:
-        """Finish a request of so many tokens, but leave it its row."""
-        self.touch()
-        hand_over: HandOver | None = None
-        if self.connector is not None:
-            hand_over, trouble = self._tell_connector(state, reason)
-            if self.owes_hand_over(state, reason) and not (
-                hand_over and hand_over.kv_transfer_params
-            ):
-                reason, cause = FinishReason.ERROR, f"its KV could not be handed over: {trouble}"
-        if state.row < 0:
-            self._leave_queues(state)
-        move(state, RequestStatus.FINISHED)
-        del self.requests[state.uid]
-        del self.uids[state.request_id]
-        if state.request.deadline is not None:
-            self.alarms.cancel(("request", state.uid))
-        self.counters.num_finished += 1
-        num_prompt_tokens = state.num_prompt_tokens
-        return RequestOutput(
-            request_id=state.request_id,
-            new_token_ids=new_token_ids,
-            finish_reason=reason,
-            cause=cause,
-            kv_transfer_params=hand_over.kv_transfer_params if hand_over else None,
-            num_prompt_tokens=num_prompt_tokens,
-            num_output_tokens=num_tokens - num_prompt_tokens,
-            num_cached_tokens=state.num_cached_tokens,
-            num_external_tokens=state.num_external_tokens,
-            num_preemptions=state.num_preemptions,
-        )
-
-    def fail(self, state: RequestState, cause: str) -> None:
-        """End a request with ``error`` outside of a step's result."""
-        self.outbox.append(self.finish(state, FinishReason.ERROR, cause=cause))
-
-    def fail_later(self, state: RequestState, hook: str, error: Exception) -> Skip:
-        """A hook failed for one request: it ends with the next plan, the others go on."""
-        self.failing.append((state, f"{hook}() raised {error!r}"))
-        return Skip(code=SkipCode.POLICY, waits_on=f"{hook}(), which raised {error!r}")
 
     def leave(self, state: RequestState, queue: WaitingTable) -> None:
         """Take a request out of a queue for good, unless the plan is taken back."""
@@ -374,63 +283,3 @@ class Core:
         self.counters.num_failed_loads += 1
         state.num_failed_loads += 1
         state.ask_connector = state.num_failed_loads <= self.limits.max_load_retries
-
-    def _leave_queues(self, state: RequestState) -> None:
-        if state.uid in self.parked:
-            self.unpark(state, still_written=True)
-        for queue in (self.waiting, self.landed):
-            if state in queue:
-                queue.remove(state)
-        self.stop_asking(state)
-        future = self.compiling.pop(state.uid, None)
-        if future is not None:
-            future.cancel()
-            self.alarms.cancel(("grammar", state.uid))
-        self.drop_blocks(state)
-
-    def owes_hand_over(self, state: RequestState, reason: FinishReason | None) -> bool:
-        """Whether a request that ends so is worth nothing without the KV that it leaves behind."""
-        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        return (
-            self.connector is not None
-            and is_complete
-            and asks_for_hand_over(state.request.kv_transfer_params)
-        )
-
-    def _tell_connector(
-        self, state: RequestState, reason: FinishReason
-    ) -> tuple[HandOver | None, str]:
-        """Tell the connector of a request's end, and keep the blocks it asks for.
-
-        Returns:
-            What it hands over, and in words why that may be nothing.
-        """
-        assert self.connector is not None
-        blocks = self._finished_blocks(state, reason)
-        try:
-            hand_over = self.connector.request_finished(state.request, state.uid, blocks)
-        except Exception as error:
-            logger.exception("the connector's request_finished(%s) raised", state.request_id)
-            return None, f"request_finished() raised {error!r}"
-        if hand_over is not None and hand_over.transfer_id is not None and blocks.block_ids.size:
-            self.handed_over[hand_over.transfer_id] = self.manager.pool.hold(
-                blocks.block_ids, owner=hand_over.transfer_id, reason=HoldReason.SEND
-            )
-        return hand_over, f"the connector kept nothing of its {blocks.num_tokens} computed tokens"
-
-    def _finished_blocks(self, state: RequestState, reason: FinishReason) -> FinishedBlocks:
-        num_tokens = 0
-        ids = np.zeros(0, np.int32)
-        if state.row >= 0:
-            # The last known token of a request that drew one has no KV yet; with steps in flight,
-            # what they compute does not count either.
-            num_tokens = int(
-                min(self.table.num_computed[state.row], self.table.num_tokens[state.row] - 1)
-            )
-            ids = self.manager.tables.row_blocks(state.row)[: self.manager.blocks_for(num_tokens)]
-        return FinishedBlocks(
-            block_ids=ids,
-            generations=self.manager.pool.generation(ids),
-            num_tokens=num_tokens,
-            finish_reason=reason,
-        )

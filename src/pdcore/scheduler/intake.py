@@ -9,6 +9,7 @@ from pdcore.connector.base import ConnectorEvents
 from pdcore.messages import LoadFailure, TransferKey
 from pdcore.request import FinishReason, RequestStatus
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.ending import fail, finish
 from pdcore.scheduler.state import RequestState, move
 
 __all__ = ["Intake"]
@@ -33,7 +34,7 @@ class Intake:
         failing, core.failing = core.failing, []
         for state, cause in failing:
             if not state.is_finished:
-                core.fail(state, cause)
+                fail(core, state, cause)
         if core.connector is not None:
             self._take_events()
             self._end_crowding()
@@ -118,7 +119,7 @@ class Intake:
             state.block_ids = blocks[: num_valid // block_size]
             state.num_computed_tokens = num_valid
         if core.limits.on_load_failure == "fail" and not state.ask_connector:
-            core.fail(state, f"remote KV could not be loaded: {cause}")
+            fail(core, state, f"remote KV could not be loaded: {cause}")
             return
         core.counters.num_recomputed_tokens += num_wanted - state.num_computed_tokens
         if state.ask_connector:
@@ -140,7 +141,7 @@ class Intake:
         state.ask_connector = False
         if core.limits.on_load_failure == "fail":
             limit = core.limits.load_timeout_s
-            core.fail(state, f"its connector did not find external KV within {limit:g} s")
+            fail(core, state, f"its connector did not find external KV within {limit:g} s")
 
     def _back_to_queue(self, state: RequestState) -> None:
         move(state, RequestStatus.WAITING)
@@ -171,7 +172,7 @@ class Intake:
             state = core.requests[uid]
             error = CancelledError() if future.cancelled() else future.exception()
             if error is not None:
-                core.fail(state, f"its grammar could not be compiled: {error!r}")
+                fail(core, state, f"its grammar could not be compiled: {error!r}")
                 continue
             del core.compiling[uid]
             core.alarms.cancel(("grammar", uid))
@@ -188,9 +189,10 @@ class Intake:
             case ("request", int(uid)):
                 state = core.requests[uid]
                 cause = f"its deadline passed while it was {state.status.value}"
-                core.outbox.append(core.finish(state, FinishReason.TIMEOUT, cause=cause))
+                core.outbox.append(finish(core, state, FinishReason.TIMEOUT, cause=cause))
             case ("grammar", int(uid)):
-                core.fail(
+                fail(
+                    core,
                     core.requests[uid],
                     f"its grammar was not compiled within {core.limits.grammar_timeout_s:g} s",
                 )

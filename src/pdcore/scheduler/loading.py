@@ -11,6 +11,7 @@ from pdcore.messages import TransferKey
 from pdcore.request import RequestStatus
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.ending import fail_later
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.state import RequestState, move, move_back
 from pdcore.scheduler.waiting import WaitingTable
@@ -94,7 +95,7 @@ class Loading:
             connector.update_state_after_alloc(state.request, load)
         except Exception as error:
             core.manager.pool.release(blocks[::-1])
-            return self._core.fail_later(state, "update_state_after_alloc", error)
+            return fail_later(self._core, state, "update_state_after_alloc", error)
         # Never counted back, so that no two loads have one name.
         state.attempt += 1
         state.load, state.load_step = load, core.step_id

@@ -42,6 +42,7 @@ from pdcore.scheduler.base import (
 from pdcore.scheduler.commit import Commit
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.dispatch import Dispatch, OrdersLost
+from pdcore.scheduler.ending import finish
 from pdcore.scheduler.explaining import explain
 from pdcore.scheduler.grammar import GrammarBackend
 from pdcore.scheduler.intake import Intake
@@ -151,7 +152,7 @@ class UnifiedScheduler(Scheduler):
                 uid = core.uids.get(request)
             state = None if uid is None else core.requests.get(uid)
             if state is not None:
-                core.outbox.append(core.finish(state, FinishReason.ABORT))
+                core.outbox.append(finish(core, state, FinishReason.ABORT))
 
     def schedule(self) -> SchedulerOutput:
         while True:
