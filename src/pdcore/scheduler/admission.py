@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import operator
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,20 +9,17 @@ import numpy as np
 from pdcore.connector.base import ExternalMatch
 from pdcore.errors import OutOfBlocks
 from pdcore.kvcache.manager import PrefixHit
+from pdcore.scheduler.admission_rules import AdmissionRules
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.ending import fail_later
 from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
-from pdcore.scheduler.policy import Admission, AdmissionContext, SchedulingPolicy
-from pdcore.scheduler.running import running_view
 from pdcore.scheduler.starting import Starting
 from pdcore.scheduler.state import RequestState
 from pdcore.scheduler.waiting import WaitingTable
 
 __all__ = ["AdmissionPass"]
-
-logger = logging.getLogger(__name__)
 
 _NO_HIT = PrefixHit(np.zeros(0, np.int32), 0)
 _NO_MATCH = ExternalMatch(num_tokens=0)
@@ -41,17 +36,7 @@ class AdmissionPass:
     def __init__(self, core: Core, loading: Loading) -> None:
         self._core = core
         self._loading = loading
-        self._has_admit_hook = type(core.policy).admit is not SchedulingPolicy.admit
-        self._has_chunk_hook = type(core.policy).chunk is not SchedulingPolicy.chunk
-        self._has_load_hook = type(core.policy).load is not SchedulingPolicy.load
-        self._has_displace_hook = type(core.policy).displace is not SchedulingPolicy.displace
-        limits = core.limits
-        self._may_refuse = self._has_admit_hook or limits.max_loras is not None
-        self._has_caps = (
-            self._has_chunk_hook
-            or limits.long_prefill_token_threshold > 0
-            or not limits.enable_chunked_prefill
-        )
+        self._rules = AdmissionRules(core)
 
     def run(self, plan: Plan) -> None:
         """Extend ``plan`` with the requests that start in this step."""
@@ -114,7 +99,7 @@ class AdmissionPass:
 
     def _find_row(self, state: RequestState, plan: Plan) -> bool:
         """Let the policy take a row from somebody else when none is free."""
-        if not self._has_displace_hook:
+        if not self._rules.may_displace:
             return False
         self._starting.run()
         is_displaced = self._displace(state, plan)
@@ -127,46 +112,25 @@ class AdmissionPass:
         while (state := core.landed.peek()) is not None:
             yield core.landed, state
         if core.policy.dynamic:
-            for state in self._dynamic_order(plan):
+            for state in self._rules.order(plan):
                 yield core.waiting, state
             return
         while (state := core.waiting.peek()) is not None:
             yield core.waiting, state
 
-    def _dynamic_order(self, plan: Plan) -> list[RequestState]:
-        view = self._core.waiting.view()
-        if not view.states:
-            return []
-        try:
-            answer = np.asarray(self._core.policy.order(view, plan.now)).tolist()
-            order = list(map(operator.index, answer))
-            if sorted(order) != list(range(len(view.states))):
-                raise ValueError(f"order() did not return each of {len(view.states)} indices once")
-        except Exception:
-            logger.exception("the policy's order() failed; this step goes by arrival")
-            self._core.counters.num_policy_errors += 1
-            return list(self._core.waiting)
-        return [view.states[index] for index in order]
-
     def _displace(self, state: RequestState, plan: Plan) -> bool:
         """Let the policy take a row from a running request for an urgent one."""
-        core = self._core
-        rows = core.table.running.copy()
+        core, rules = self._core, self._rules
         try:
-            if not self._could_run(state):
-                return False
-            index = core.policy.displace(state.request, running_view(core, rows))
-            if index is None:
-                return False
-            index = operator.index(index)
-            if not 0 <= index < rows.size:
-                raise IndexError(f"it answered {index}, of {rows.size} running requests")
+            row = rules.choose_victim(state) if self._could_run(state) else None
         except Exception as error:
-            fail_later(self._core, state, "displace", error)
+            fail_later(core, state, "displace", error)
             return False
-        row = int(rows[index])
-        is_refused = self._may_refuse and self._refused(state, plan, without=row) is not None
-        if is_refused or row in plan.admitted_rows or self._is_shared_in(row, plan):
+        if row is None:
+            return False
+        if rules.may_refuse and rules.find_refusal(state, plan, self._starting, without=row):
+            return False
+        if row in plan.admitted_rows or self._is_shared_in(row, plan):
             return False
         kept = plan.rows != row
         plan.token_budget += int(plan.num_tokens[~kept].sum())
@@ -205,8 +169,11 @@ class AdmissionPass:
                 needed=state.num_late_tokens,
                 waits_on="tokens of steps that were in flight when it was preempted",
             )
-        if self._may_refuse and (refusal := self._refused(state, plan)) is not None:
-            return refusal
+        rules = self._rules
+        if rules.may_refuse:
+            refusal = rules.find_refusal(state, plan, self._starting)
+            if refusal is not None:
+                return refusal
         hit = self._find_local(state)
         if self._core.connector is None:
             return self._admit(state, queue, plan, hit, 0)
@@ -229,39 +196,6 @@ class AdmissionPass:
             core.alarms.set(("ask", state.uid), plan.now + core.limits.load_timeout_s)
         return Skip(code=SkipCode.CONNECTOR_NOT_READY, waits_on="the connector to find external KV")
 
-    def _refused(self, state: RequestState, plan: Plan, *, without: int = -1) -> Skip | None:
-        """Why limits or policy do not let a request in; ``without`` is a row that it would take."""
-        core, limits = self._core, self._core.limits
-        lora = state.request.lora
-        if limits.max_loras is not None and lora is not None:
-            self._starting.run()
-            rows = plan.all_rows().tolist()
-            active = {core.table.state(row).request.lora for row in rows if row != without}
-            active.discard(None)
-            if lora not in active and len(active) >= limits.max_loras:
-                return Skip(
-                    code=SkipCode.TOO_MANY_LORAS,
-                    needed=1,
-                    available=0,
-                    waits_on=f"{sorted(active, key=str)}",
-                )
-        if not self._has_admit_hook:
-            return None
-        context = AdmissionContext(
-            now=plan.now,
-            num_running=len(core.table) + len(self._starting) - (without >= 0),
-            num_free_blocks=core.manager.pool.num_free_blocks - self._starting.num_blocks,
-            token_budget=plan.token_budget,
-        )
-        try:
-            verdict = Admission(core.policy.admit(state.request, context))
-        except Exception as error:
-            return fail_later(self._core, state, "admit", error)
-        if verdict is Admission.ADMIT:
-            return None
-        code = SkipCode.POLICY if verdict is Admission.SKIP else SkipCode.ADMISSION_CLOSED
-        return Skip(code=code, waits_on=f"the policy, which said {verdict.value!r}")
-
     def _find_local(self, state: RequestState) -> PrefixHit:
         """What need not be computed, since the cache has it."""
         if state.block_ids is not None:
@@ -282,9 +216,8 @@ class AdmissionPass:
         if match is None or not match.num_tokens:
             return match
         num_tokens = match.num_tokens
-        if self._has_load_hook:
-            answer = int(core.policy.load(state.request, match, hit.num_tokens))
-            num_tokens = min(answer, match.num_tokens)
+        if self._rules.may_cap_loads:
+            num_tokens = self._rules.cap_load(state, match, hit.num_tokens)
         # At least one token is computed here, or there would be nothing to draw from.
         num_tokens = min(num_tokens, len(state.sequence) - 1 - hit.num_tokens)
         return ExternalMatch(num_tokens=max(num_tokens, 0), is_async=match.is_async)
@@ -301,8 +234,8 @@ class AdmissionPass:
         num_computed = state.num_computed_tokens if held is not None else hit.num_tokens
         num_computed += num_external
         num_tokens = len(state.sequence) - num_computed
-        if self._has_caps:
-            capped = self._chunk(state, num_tokens, plan)
+        if self._rules.may_cap:
+            capped = self._rules.cap(state, num_tokens, plan)
             if isinstance(capped, Skip):
                 return capped
             num_tokens = capped
@@ -375,25 +308,6 @@ class AdmissionPass:
             num_published=min(num_computed // manager.block_size, hit.block_ids.size),
         )
         return None
-
-    def _chunk(self, state: RequestState, num_tokens: int, plan: Plan) -> int | Skip:
-        """How many of the tokens that a request lacks policy and limits let it compute."""
-        core, limits = self._core, self._core.limits
-        threshold = limits.long_prefill_token_threshold
-        if threshold and len(core.requests) > 1:
-            num_tokens = min(num_tokens, threshold)
-        if self._has_chunk_hook and num_tokens > 1:
-            try:
-                answer = int(core.policy.chunk(state.request, num_tokens, plan.token_budget))
-            except Exception as error:
-                return fail_later(self._core, state, "chunk", error)
-            num_tokens = max(1, min(answer, num_tokens))
-        if not limits.enable_chunked_prefill and num_tokens > plan.token_budget:
-            core.closed = SkipCode.NO_TOKEN_BUDGET
-            return Skip(
-                code=SkipCode.ADMISSION_CLOSED, needed=num_tokens, available=plan.token_budget
-            )
-        return num_tokens
 
 
 def _put_back(places: list[tuple[WaitingTable, RequestState]]) -> None:
