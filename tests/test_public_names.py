@@ -17,6 +17,7 @@ PACKAGES = [
     "pdcore",
     "pdcore.abc",
     "pdcore.loop",
+    "pdcore.messages",
     "pdcore.scheduler",
     "pdcore.kvcache",
     "pdcore.connector",
