@@ -194,16 +194,16 @@ def test_a_steady_step_waits_once(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, sizes: tuple[int, ...]
 ) -> None:
     """Nothing in a decode step asks the device for a value, but what reads the tokens."""
-    from pdcore.runner import gpu
+    from pdcore.runner import drawing
 
     reads = []
-    original = gpu.read
+    original = drawing.read
 
     def read(tensor: torch.Tensor) -> np.ndarray:
         reads.append(tensor.shape)
         return original(tensor)
 
-    monkeypatch.setattr(gpu, "read", read)
+    monkeypatch.setattr(drawing, "read", read)
     pair = make_pair(tiny_llama, cuda_graph_sizes=sizes)
     sampling = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, min_p=0.01, seed=1)
     start_rows(pair.driver, 3, sampling=sampling)

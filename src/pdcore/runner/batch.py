@@ -48,6 +48,7 @@ class BatchState:
         device: torch.device,
         seed: int,
     ) -> None:
+        self.max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._vocab_size = vocab_size

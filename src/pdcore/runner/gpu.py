@@ -25,13 +25,12 @@ from pdcore.runner.base import ModelRunner, poll_connector
 from pdcore.runner.batch import BatchState
 from pdcore.runner.decode_graphs import DecodeGraphs, choose_graph_sizes
 from pdcore.runner.device import DTYPES, choose_device, choose_dtype
+from pdcore.runner.drawing import draw
 from pdcore.runner.graph_capture import CUDAGraphCapture, GraphCapture
 from pdcore.runner.kv_identity import kv_fingerprint, kv_layout
 from pdcore.runner.memory import available_memory, stand_in
 from pdcore.runner.models.loader import load_model
 from pdcore.runner.models.rope import RotaryTable
-from pdcore.runner.sampler import allow_only, sample
-from pdcore.runner.staging import read, send
 from pdcore.runner.step import StepInputs, StepLayout
 from pdcore.runner.trial import trial_plan
 from pdcore.scheduler.base import Limits
@@ -208,8 +207,13 @@ class GPUModelRunner(ModelRunner):
         rows = epochs = tokens = _NOTHING
         errors: tuple[RowError, ...] = () if step is None else step.errors
         if step is not None and logits is not None:
-            rows, epochs, tokens, failed = self._draw(step, logits, bitmask)
-            errors += failed
+            # A copy: the next replay overwrites them, and a mask does here.
+            kept = logits.clone() if self._keep_logits else None
+            drawn = draw(self._state, step, logits, bitmask)
+            rows, epochs, tokens = drawn.rows, drawn.epochs, drawn.token_ids
+            errors += drawn.errors
+            if kept is not None:
+                self.logits = kept[torch.from_numpy(drawn.has_drawn)] if drawn.errors else kept
         return ModelRunnerOutput(
             rows=rows,
             epochs=epochs,
@@ -269,41 +273,6 @@ class GPUModelRunner(ModelRunner):
         seen = self._attention.forward(layer, query, key_value)
         self._connector.save_kv_layer(layer)
         return seen
-
-    def _draw(
-        self, step: StepLayout, logits: Tensor, bitmask: GrammarBitmask | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[RowError, ...]]:
-        if self._keep_logits:
-            self.logits = logits.clone()  # the next replay overwrites them, and a mask does here
-        if bitmask is not None:
-            self._constrain(step, logits, bitmask)
-        tokens, is_faulty = sample(logits, self._state.sampling(step))
-        self._state.remember(step.sample_rows, tokens)
-        on_host = read(torch.stack((tokens, is_faulty.to(tokens.dtype))).to(torch.int32))
-        is_good = on_host[1] == 0
-        rows, epochs = step.sample_rows, step.sample_epochs
-        if is_good.all():
-            return rows, epochs, on_host[0], ()
-        errors = tuple(
-            RowError(row=row, epoch=epoch, cause="the logits hold NaN or inf, or allow no token")
-            for row, epoch in zip(rows[~is_good].tolist(), epochs[~is_good].tolist(), strict=True)
-        )
-        if self._keep_logits and self.logits is not None:
-            self.logits = self.logits[torch.from_numpy(is_good)]
-        return rows[is_good], epochs[is_good], on_host[0, is_good], errors
-
-    def _constrain(self, step: StepLayout, logits: Tensor, bitmask: GrammarBitmask) -> None:
-        place_of_row = np.full(self._limits.max_num_seqs, -1, np.int64)
-        place_of_row[step.sample_rows] = np.arange(step.sample_rows.size)
-        places = place_of_row[bitmask.rows]
-        is_meant = places >= 0
-        is_meant[is_meant] = step.sample_epochs[places[is_meant]] == bitmask.epochs[is_meant]
-        if is_meant.any():
-            allow_only(
-                logits,
-                send(places[is_meant], self._device),
-                send(bitmask.bits[is_meant], self._device),
-            )
 
     def _run_largest_step(self) -> None:
         """Run as many tokens as a step may have, over a small cache that is thrown away."""
