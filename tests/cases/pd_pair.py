@@ -30,6 +30,7 @@ from pdcore.scheduler import RequestHandle
 
 __all__ = [
     "BLOCK_SIZE",
+    "HAND_OVER",
     "LEASE_S",
     "Counting",
     "Pair",
@@ -41,6 +42,7 @@ __all__ = [
 
 BLOCK_SIZE = 16
 LEASE_S = 30.0
+HAND_OVER = {"do_remote_decode": True}
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 

@@ -8,14 +8,13 @@ import pytest
 from harness import some_tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from pd_pair import BLOCK_SIZE, Pair, prompt_of
+from pd_pair import BLOCK_SIZE, HAND_OVER, Pair, prompt_of
 
 from pdcore.connector.loopback import LoopbackFaults
 from pdcore.request import RequestStatus
 from pdcore.scheduler import Priority, SkipCode
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
-HAND_OVER = {"do_remote_decode": True}
 
 
 # C7

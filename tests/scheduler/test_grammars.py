@@ -1,0 +1,81 @@
+"""Structured output: waiting for a grammar, and tokens that it does not allow."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+from scheduler_rig import VOCAB_SIZE, Rig
+
+from pdcore import FinishReason, Request, RequestStatus
+from pdcore.scheduler import GrammarBackend, GrammarMatcher
+
+
+class EvenTokens(GrammarMatcher):
+    """Allows even tokens only."""
+
+    def accept(self, token_id: int) -> bool:
+        return token_id % 2 == 0
+
+    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
+        bits[:] = 0x55555555
+
+
+class Compiler(GrammarBackend):
+    """Hands out futures for the test to fill."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[GrammarMatcher]] = {}
+
+    def compile(self, request: Request) -> Future[GrammarMatcher]:
+        future: Future[GrammarMatcher] = Future()
+        self.futures[request.request_id] = future
+        return future
+
+
+def test_a30_a_request_waits_for_its_grammar_without_holding_up_others() -> None:
+    """It draws allowed tokens once compiled; a failed, late or aborted one ends alone."""
+    compiler = Compiler()
+    rig = Rig(grammar=compiler, limits={"grammar_timeout_s": 5.0})
+    for name in ("good", "fails", "late", "aborted"):
+        rig.add(name, structured_output="even", max_tokens=6)
+    rig.add("plain", max_tokens=2)
+    rig.driver.step()
+    assert rig.scheduler.status("good") is RequestStatus.WAITING_FOR_GRAMMAR
+    assert rig.scheduler.status("plain") is RequestStatus.RUNNING
+    compiler.futures["good"].set_result(EvenTokens())
+    compiler.futures["fails"].set_exception(ValueError("no such rule"))
+    rig.driver.abort(["aborted"])
+    rig.driver.step()
+    rig.clock.advance(5.0)
+    assert rig.ends() == {
+        "good": FinishReason.LENGTH,
+        "fails": FinishReason.ERROR,
+        "late": FinishReason.ERROR,
+        "aborted": FinishReason.ABORT,
+        "plain": FinishReason.LENGTH,
+    }
+    assert all(token % 2 == 0 for token in rig.driver.delivered["good"].token_ids)
+    assert compiler.futures["aborted"].cancelled()
+    assert compiler.futures["late"].cancelled()
+
+
+def test_a_token_that_the_grammar_does_not_allow_ends_its_request() -> None:
+    """A runner that ignores the mask is found out, and nobody else suffers."""
+    compiler = Compiler()
+    rig = Rig(grammar=compiler)
+    rig.add("strict", structured_output="even", max_tokens=60)
+    rig.add("plain", max_tokens=20)
+    compiler.futures["strict"].set_result(EvenTokens())
+    while rig.scheduler.has_requests():
+        plan = rig.scheduler.schedule()
+        rig.runner.execute_model(plan)
+        rig.driver._collect(
+            rig.scheduler.update_from_output(plan, rig.runner.sample_tokens(None)).outputs
+        )
+    ends = {name: got.finish_reason for name, got in rig.driver.delivered.items()}
+    assert ends == {"strict": FinishReason.ERROR, "plain": FinishReason.LENGTH}
+    assert rig.driver.delivered["strict"].token_ids[-1] % 2 == 1
