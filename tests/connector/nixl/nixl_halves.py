@@ -182,3 +182,14 @@ def half(**options: Any) -> Iterator[Half]:
         yield made
     finally:
         made.connector.close()
+
+
+def decode_request(params: dict[str, Any], prompt: list[int] = PROMPT) -> Request:
+    """A request that brings a ticket."""
+    return Request("d", prompt, kv_transfer_params=params)
+
+
+def sent_by(prefill: Half) -> list[str]:
+    """What the prefill engine was told may go, so far."""
+    prefill.take_events()
+    return prefill.sent

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nixl_engines import until
-from nixl_halves import Half, half
+from nixl_halves import Half, decode_request, half
 from test_nixl_params import some_params
-from test_nixl_scheduler_side import decode_request
 
 from pdcore.connector.nixl.channel import Channel, client_proof, new_nonce
 from pdcore.connector.nixl.client import PeerClient

@@ -1,0 +1,71 @@
+"""Settings, start and end of a scheduler half."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from nixl_halves import Half
+
+from pdcore.connector.nixl import NixlConfig, NixlConnector
+from pdcore.errors import AddressInUse, ConfigError
+
+
+def test_a_taken_port_is_named(prefill: Half) -> None:
+    """Starting on a port in use is an error that names the address and the way out."""
+    port = prefill.connector.address[1]
+    with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}: another process does"):
+        Half(port=port)
+
+
+def test_close_twice_joins_the_thread() -> None:
+    """Closing leaves no thread behind and may be repeated."""
+    made = Half()
+    made.connector.close()
+    made.connector.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "pdcore-nixl-control" not in names
+
+
+def test_close_without_start() -> None:
+    """A connector that was never started can be closed."""
+    NixlConnector(NixlConfig(block_size=4)).scheduler_side().close()
+
+
+def test_use_before_start_is_an_error_that_says_so() -> None:
+    """Calling a connector that was not started names the missing call."""
+    connector = NixlConnector(NixlConfig(block_size=4)).scheduler_side()
+    with pytest.raises(ConfigError, match="call start"):
+        connector.take_events()
+    connector.close()
+
+
+def test_a_key_is_needed_off_loopback() -> None:
+    """Listening where others can connect needs a key, and a long one."""
+    with pytest.raises(ConfigError, match="so a key is needed"):
+        NixlConfig(block_size=4, host="0.0.0.0")
+    with pytest.raises(ConfigError, match="at least 16"):
+        NixlConfig(block_size=4, key=b"short")
+    assert NixlConfig(block_size=4, host="0.0.0.0", key=bytes(16)).host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 2**20 + 1),
+        ("lease_s", 0.0),
+        ("lease_s", 86401.0),
+        ("port", 70000),
+        ("idle_poll_s", float("nan")),
+        ("engine_id", "a\nb"),
+        ("engine_id", 5),
+        ("advertised_host", "h" * 257),
+        ("allowed_peers", "10.0.0.1"),
+    ],
+)
+def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
+    """A setting that cannot work is named with its value."""
+    with pytest.raises(ConfigError, match=name):
+        NixlConfig(**{"block_size": 4} | {name: value})
