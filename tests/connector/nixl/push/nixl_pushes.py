@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from nixl_engines import LIMIT_S
-from nixl_whole_engine import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, run_until
+from nixl_whole_engine import BLOCK_SIZE, NUM_BLOCKS, WholeEngine, prompts, run_until
 
 from pdcore.connector.nixl.agent import TransferAgent
 from pdcore.connector.stats import LandingCounts, PushCounts
@@ -18,6 +18,14 @@ from pdcore.request import Request
 
 BYTES_PER_SLOT = 8 * BLOCK_SIZE
 CHUNK = 8
+PROMPT = prompts(1, seed=1, shared=40)[0]
+
+WHOLE_ENGINES = [
+    pytest.mark.nixl,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("no_errors"),
+]
+"""What to mark tests with in which whole engines run: what they log as an error is one."""
 
 
 class SlowWire:

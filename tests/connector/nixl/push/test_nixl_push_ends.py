@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from nixl_engines import until
 from nixl_pushes import (
+    PROMPT,
+    WHOLE_ENGINES,
     SlowWire,
     begin,
     decode_engine,
@@ -17,20 +19,14 @@ from nixl_pushes import (
     pushes,
     run_idle,
 )
-from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
+from nixl_whole_engine import NUM_BLOCKS, WholeEngine, run_until
 
 from pdcore.connector.nixl.link import PeerLink
 from pdcore.connector.nixl.protocol import PushEnded
 from pdcore.connector.nixl.push import desk as push_desk
 from pdcore.errors import InvalidTransferParams, PeerLost
 
-pytestmark = [
-    pytest.mark.nixl,
-    pytest.mark.timeout(240),
-    pytest.mark.usefixtures("no_errors"),
-]
-
-PROMPT = prompts(1, seed=1, shared=40)[0]
+pytestmark = WHOLE_ENGINES
 
 
 class BadLine:

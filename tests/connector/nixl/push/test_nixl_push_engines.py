@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from nixl_engines import Engine, until
 from nixl_pushes import (
+    PROMPT,
+    WHOLE_ENGINES,
     SlowWire,
     begin,
     decode_engine,
@@ -28,19 +30,13 @@ from nixl_pushes import (
     run_idle,
     slots_of,
 )
-from nixl_whole_engine import NUM_BLOCKS, WholeEngine, prompts, run_until
+from nixl_whole_engine import NUM_BLOCKS, WholeEngine, run_until
 
 from pdcore.connector.nixl.push.landing_area import LandingArea
 from pdcore.errors import ConfigError, ExecutorError
 from pdcore.request import FinishReason, Request
 
-pytestmark = [
-    pytest.mark.nixl,
-    pytest.mark.timeout(240),
-    pytest.mark.usefixtures("no_errors"),
-]
-
-PROMPT = prompts(1, seed=1, shared=40)[0]
+pytestmark = WHOLE_ENGINES
 
 
 def first_chunk(engine: WholeEngine, wire: SlowWire) -> None:

@@ -11,6 +11,8 @@ import attrs
 import pytest
 from nixl_engines import Engine, a_request, until
 from nixl_pushes import (
+    PROMPT,
+    WHOLE_ENGINES,
     begin,
     decode_engine,
     decodes,
@@ -22,7 +24,7 @@ from nixl_pushes import (
     pushes,
     run_idle,
 )
-from nixl_whole_engine import WholeEngine, prompts, run_until
+from nixl_whole_engine import WholeEngine, run_until
 
 from pdcore.connector.nixl.link import PeerLink
 from pdcore.connector.nixl.meta import PeerInfo
@@ -32,14 +34,9 @@ from pdcore.connector.nixl.push.params import PushParams
 from pdcore.connector.stats import LandingCounts
 from pdcore.errors import InvalidTransferParams
 
-pytestmark = [
-    pytest.mark.nixl,
-    pytest.mark.timeout(240),
-    pytest.mark.usefixtures("no_errors"),
-]
+pytestmark = WHOLE_ENGINES
 
 KEY = b"k" * 16
-PROMPT = prompts(1, seed=1, shared=40)[0]
 
 
 @pytest.fixture(scope="module")

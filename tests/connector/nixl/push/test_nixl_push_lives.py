@@ -8,17 +8,13 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from nixl_pushes import decode_engine, landings, prefill_engine, pushes, run_idle
+from nixl_pushes import WHOLE_ENGINES, decode_engine, landings, prefill_engine, pushes, run_idle
 from nixl_whole_engine import WholeEngine, prompts, run_until
 
 from pdcore.connector.nixl.agent import TransferAgent
 from pdcore.request import FinishReason, Request
 
-pytestmark = [
-    pytest.mark.nixl,
-    pytest.mark.timeout(240),
-    pytest.mark.usefixtures("no_errors"),
-]
+pytestmark = WHOLE_ENGINES
 
 NUM_REQUESTS = 30
 NUM_SLOTS = 40

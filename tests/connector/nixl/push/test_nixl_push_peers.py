@@ -5,21 +5,25 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-import pytest
 from nixl_engines import until
-from nixl_pushes import CHUNK, decode_engine, decodes, expect, landings, run_idle, slots_of
-from nixl_whole_engine import WholeEngine, prompts, run_until
+from nixl_pushes import (
+    CHUNK,
+    PROMPT,
+    WHOLE_ENGINES,
+    decode_engine,
+    decodes,
+    expect,
+    landings,
+    run_idle,
+    slots_of,
+)
+from nixl_whole_engine import WholeEngine, run_until
 from nixl_whole_process import WholeProcess, whole_process
 
 from pdcore.request import Request
 
-pytestmark = [
-    pytest.mark.nixl,
-    pytest.mark.timeout(240),
-    pytest.mark.usefixtures("no_errors"),
-]
+pytestmark = WHOLE_ENGINES
 
-PROMPT = prompts(1, seed=1, shared=40)[0]
 LIMITS = {"max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
 LEASE = {"lease_s": 1.0, "request_timeout_s": 0.5}
 
