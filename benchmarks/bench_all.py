@@ -82,7 +82,7 @@ def main() -> None:
 
 def print_summary(results: dict[str, Any]) -> None:
     """One line for each comparison: both figures, and the peer's over ours."""
-    print(f"\n{'summary':32}{'pdcore':>14}{'peer':>14}  {'peer / pdcore':26}peer")
+    print(f"\n{'summary (less is better)':32}{'pdcore':>14}{'peer':>14}  {'peer / pdcore':26}peer")
     for label, name, case, figure, peer in SUMMARY:
         runs = results.get(name, {}).get("figures", {}).get(case)
         if runs is None:

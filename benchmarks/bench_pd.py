@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from measuring import CONTENDERS, Case, Report, measure, parser, progress
+from measuring import CONTENDERS, Better, Case, Report, measure, parser, progress
 from model_contenders import (
     DTYPES,
     VLLM_SETTINGS,
@@ -94,7 +94,7 @@ def main() -> None:
             report.save(options.json)
     report.print_table("first", "ms")
     report.print_table("per_token", "ms")
-    report.print_table("token_rate", "tokens/s")
+    report.print_table("token_rate", "tokens/s", better=Better.MORE)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 Every figure is the median over the repeats. Ratios are formed within a repeat, in which the
 contenders run one after the other, so that a busy machine slows both sides alike; the spread beside
-a ratio is the lowest and the highest repeat.
+a ratio is the lowest and the highest repeat. A ratio above 1 means that pdcore is better, whether
+less of a figure is better or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import math
 import os
@@ -22,6 +24,7 @@ from typing import Any
 import attrs
 
 __all__ = [
+    "Better",
     "Case",
     "Contender",
     "Ratio",
@@ -138,9 +141,16 @@ class Case:
             yield f"{contender.name}{suffix}", {**self.settings, **extra}
 
 
+class Better(enum.Enum):
+    """Which way a figure is better: less of a cost, more of a rate."""
+
+    LESS = "less is better"
+    MORE = "more is better"
+
+
 @attrs.frozen
 class Ratio:
-    """A peer's figure over pdcore's: the median of the repeats, the lowest and the highest."""
+    """How many times better one side is: the median of the repeats, the lowest and the highest."""
 
     median: float
     low: float
@@ -173,14 +183,17 @@ class Report:
         runs = self.figures[label].get(column)
         return statistics.median(run[figure] for run in runs) if runs else None
 
-    def ratio(self, label: str, column: str, figure: str) -> Ratio | None:
-        """How many times what pdcore takes another contender takes."""
+    def ratio(
+        self, label: str, column: str, figure: str, *, better: Better = Better.LESS
+    ) -> Ratio | None:
+        """How many times better pdcore is than another contender."""
         ours, theirs = self.figures[label]["pdcore"], self.figures[label].get(column)
         if not theirs:
             return None
-        pairs = zip(ours, theirs, strict=True)
-        # A figure of nothing, an idle engine's for instance, is any number of times better.
-        each = [b[figure] / a[figure] if a[figure] else math.inf for a, b in pairs]
+        over, under = (theirs, ours) if better is Better.LESS else (ours, theirs)
+        pairs = [(a[figure], b[figure]) for a, b in zip(over, under, strict=True)]
+        # Beside nothing, an idle engine's figure for instance, anything is any number of times.
+        each = [a / b if b else math.inf for a, b in pairs]
         return Ratio(statistics.median(each), min(each), max(each))
 
     def print_head(self) -> None:
@@ -191,16 +204,18 @@ class Report:
             f"Python {platform.python_version()}, {cpu_name()}, {os.cpu_count()} cores; {settings}"
         )
 
-    def print_table(self, figure: str, unit: str) -> None:
-        """One line a case: each contender's figure, and the ratios to pdcore's."""
+    def print_table(self, figure: str, unit: str, *, better: Better = Better.LESS) -> None:
+        """One line a case: each contender's figure, and how many times better pdcore's is."""
         columns = list(dict.fromkeys(name for runs in self.figures.values() for name in runs))
         peers = [name for name in columns if name != "pdcore"]
-        heads = [f"{name}, {unit}" for name in columns] + [f"{name} / pdcore" for name in peers]
+        ratio = "{} / pdcore" if better is Better.LESS else "pdcore / {}"
+        heads = [*columns, *map(ratio.format, peers)]
         width = max(map(len, self.figures), default=0) + 2
-        print(f"\n{figure}".ljust(width) + "".join(f"{head:>26}" for head in heads))
+        print(f"\n{figure}, {unit}; {better.value}")
+        print(" " * width + "".join(f"{head:>26}" for head in heads))
         for label in self.figures:
             cells = [_number(self.median(label, name, figure)) for name in columns]
-            cells += [str(self.ratio(label, name, figure) or "-") for name in peers]
+            cells += [str(self.ratio(label, name, figure, better=better) or "-") for name in peers]
             print(label.ljust(width) + "".join(f"{cell:>26}" for cell in cells))
 
     def save(self, path: Path | None) -> None:
