@@ -19,6 +19,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from pdcore import BlockPool, LRUBlockPool
 from pdcore.testing import block_pool_machine
 
+CONCLUSION = """
+What to conclude: MyPool kept every promise of a BlockPool, so it can take LRUBlockPool's place.
+BuggyPool broke one. The calls above are the fewest that show it, and a test to keep; they point at
+release(), of whose blocks the first ones must be reused first."""
+
 _IS_CHECK = "hypothesis_stateful_invariant"  # these run after every call; one need not see them
 
 
@@ -80,3 +85,4 @@ def examine(pool: Callable[[int, int], BlockPool], name: str) -> None:
 if __name__ == "__main__":
     examine(MyPool, "MyPool")
     examine(BuggyPool, "BuggyPool")
+    print(CONCLUSION)

@@ -122,13 +122,14 @@ def _prefill_and_decode(
     prefill_settings = attrs.evolve(
         settings, role="prefill", max_num_seqs=8, max_num_batched_tokens=_PREFILL_CHUNK
     )
+    progress = make_progress()  # its clock shows how long engines and tokenizer take to load
     with EngineProcess(prefill_settings) as prefill, EngineProcess(settings) as decode:
         tokenizer = ChatTokenizer.load(Path(settings.model))
         router = Router(
             prefill=prefill,
             decode=decode,
             tokenizer=tokenizer,
-            progress=make_progress(),
+            progress=progress,
             max_tokens=options.max_tokens,
             deadline=deadline,
             kill_prefill=options.kill_prefill,

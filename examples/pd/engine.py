@@ -58,7 +58,6 @@ class Engine:
         # Imported here: this brings torch, and the router, which imports this file, needs none.
         from pd.assembly import assemble
 
-        started_at = time.monotonic()
         self._role = settings.role
         self._connection = connection
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -74,7 +73,6 @@ class Engine:
         self._say(
             EngineReady(
                 role=self._role,
-                load_s=time.monotonic() - started_at,
                 dtype=self._parts.dtype,
                 num_blocks=self._parts.num_blocks,
                 bytes_per_block=self._parts.bytes_per_block,

@@ -84,7 +84,6 @@ class EngineReady:
     """From an engine: the model is loaded."""
 
     role: str
-    load_s: float
     dtype: str
     num_blocks: int
     bytes_per_block: int

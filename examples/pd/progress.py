@@ -37,7 +37,10 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """One line for each event, and for each piece of an answer, marked with its request."""
+    """One line for each event, and for each piece of an answer, marked with its request.
+
+    Each begins with the seconds since this was made.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout

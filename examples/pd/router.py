@@ -164,10 +164,7 @@ class Router:
         match message:
             case EngineReady():
                 self.ready[message.role] = message
-                self._progress.note(
-                    f"{message.role} engine ready after {message.load_s:.1f} s, "
-                    f"{message.num_blocks} KV blocks"
-                )
+                self._progress.note(f"{message.role} engine ready, {message.num_blocks} KV blocks")
             case EngineFailed():
                 raise DemoError(f"the {message.role} engine failed: {message.cause}")
             case Recorded():

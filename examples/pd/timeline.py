@@ -15,21 +15,24 @@ from pdcore.trace import RequestState, Span, Trace
 
 __all__ = ["draw_timeline"]
 
-_PREFILL, _DECODE, _TRANSFER = "#3b6fb6", "#4a9d5f", "#e08a1e"
-_WAITING, _HOST, _HELD, _PREEMPTED = "#c9ced6", "#6b7280", "#f3cf9b", "#b5485d"
+# Each colour means one thing, in all parts of the picture.
+_PREFILL, _DECODE, _HOST = "#3b6fb6", "#4a9d5f", "#7a63a8"
+_READ, _PARKED, _HELD = "#8f3d0e", "#f0a23b", "#8fd0d0"
+_WAITING, _PREEMPTED = "#c9ced6", "#d0417e"
 
 _LEGEND = {
     "prefill computes": _PREFILL,
     "decode computes": _DECODE,
-    "KV on the way (WAITING_FOR_REMOTE_KVS)": _TRANSFER,
-    "blocks held for the reader": _HELD,
-    "WAITING": _WAITING,
-    "PREEMPTED": _PREEMPTED,
     "schedule, update, sample": _HOST,
+    "KV is read": _READ,
+    "waits for its KV (WAITING_FOR_REMOTE_KVS)": _PARKED,
+    "blocks held for the reader": _HELD,
+    "in the queue (WAITING)": _WAITING,
+    "PREEMPTED": _PREEMPTED,
 }
 _STATE_COLOURS = {
     "WAITING": _WAITING,
-    "WAITING_FOR_REMOTE_KVS": _TRANSFER,
+    "WAITING_FOR_REMOTE_KVS": _PARKED,
     "PREEMPTED": _PREEMPTED,
 }
 _HELD_PREFIX = "held "
@@ -95,12 +98,12 @@ def _lane_bars(trace: Trace, zero: float) -> Iterable[Bar]:
 
 
 def _min_width(colour: str) -> float:
-    return _MIN_TRANSFER_WIDTH if colour == _TRANSFER else MIN_WIDTH
+    return _MIN_TRANSFER_WIDTH if colour in (_READ, _PARKED) else MIN_WIDTH
 
 
 def _span_colour(span: Span) -> str:
     if span.lane == "kv transfer":
-        return _TRANSFER
+        return _READ
     if "prefill" in span.name:
         return _PREFILL
     return _DECODE if "decode" in span.name else _HOST
@@ -146,18 +149,19 @@ def _busy_s(trace: Trace, load: RequestState) -> float:
 
 def _separate_processes(axis: Any, counts: Sequence[int]) -> None:
     for index in range(1, len(counts)):
-        axis.axhline(sum(counts[:index]) - 0.5, color=_HOST, linewidth=0.8)
+        axis.axhline(sum(counts[:index]) - 0.5, color=INK, linewidth=0.8)
 
 
 def _draw_close_up(axes: Any, trace: Trace, zero: float, window: tuple[float, float]) -> None:
     bars = [in_ms(bar, window[0]) for bar in _lane_bars(trace, zero)]
     for axis in axes[:2]:
-        axis.axvspan(*window, color=_TRANSFER, alpha=0.10, linewidth=0)
+        for edge in window:
+            axis.axvline(edge, color=INK, linewidth=0.8, linestyle="dashed")
     rows = [_lane_row(trace, lane) for lane in trace.lanes]
     waiting = [in_ms(bar, window[0]) for bar in _waiting_bars(trace, zero, window)]
     rows += list(dict.fromkeys(bar.row for bar in waiting))
     limits = (0.0, 1e3 * (window[1] - window[0]))
-    title = "Close-up of the shaded stretch: others decode while a request waits for its KV"
+    title = "Between the dashed lines: others decode while a request waits for its KV"
     draw_rows(axes[2], rows, [*bars, *waiting], limits, title, with_labels=True)
     axes[2].set_xlabel("milliseconds")
 
@@ -167,11 +171,12 @@ def _waiting_bars(trace: Trace, zero: float, window: tuple[float, float]) -> lis
     return [
         attrs.evolve(bar, row=f"{bar.row} waits for KV")
         for bar in _request_bars([trace], zero)
-        if bar.colour == _TRANSFER and bar.end > window[0] and bar.start < window[1]
+        if bar.colour == _PARKED and bar.end > window[0] and bar.start < window[1]
     ]
 
 
 def _add_legend(figure: Any, title: str, used: set[str]) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
     patches = [Patch(color=c, label=label) for label, c in _LEGEND.items() if c in used]
-    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False)
+    num_columns = -(-len(patches) // 2)  # two lines of them
+    figure.legend(handles=patches, loc="outside lower left", ncols=num_columns, frameon=False)

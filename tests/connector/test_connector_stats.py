@@ -179,10 +179,21 @@ def test_an_aborted_load_is_cancelled_and_its_ticket_given_back() -> None:
     decode.step()
     decode.scheduler.abort_requests(["r"])
     decode.step(3)
-    assert decode.scheduler.stats().connector.loads == LoadCounts(num_started=1, num_cancelled=1)
+    stats = decode.scheduler.stats()
+    assert stats.connector.loads == LoadCounts(num_started=1, num_cancelled=1)
+    assert stats.num_failed_loads == 0
     assert prefill.scheduler.stats().connector.tickets == TicketCounts(
         num_granted=1, num_released=1
     )
+
+
+def test_a_load_that_does_not_come_failed_for_its_request_and_was_cancelled() -> None:
+    """The scheduler counts the request that waited in vain, the connector the load called off."""
+    prefill, decode, _ = make_pair(LoopbackFaults(lose=True), load_timeout_s=5.0)
+    assert decode.decode(prefill.prefill()) == solo(decode)
+    stats = decode.scheduler.stats()
+    assert stats.num_failed_loads == 1
+    assert (stats.connector.loads.num_failed, stats.connector.loads.num_cancelled) == (0, 1)
 
 
 def test_a_prompt_that_is_all_here_gives_its_ticket_back() -> None:

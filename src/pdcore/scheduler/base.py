@@ -146,7 +146,9 @@ class SchedulerStats:
         num_steps, num_scheduled_tokens, num_preemptions, num_finished: totals.
         num_prefix_queried_tokens, num_prefix_hit_tokens: at admissions, of the local prefix cache.
         num_external_tokens: tokens that connectors brought.
-        num_failed_loads, num_recomputed_tokens: loads that ended badly, and what they cost.
+        num_failed_loads, num_recomputed_tokens: loads that requests waited for in vain, and what
+            that cost. A connector counts by how a load ended: one that is called off at its
+            deadline has failed here, and was cancelled there.
         num_late_events: connector events that were late, repeated or unknown.
         num_policy_errors: calls of array hooks that raised.
         num_cut_off_loads: cancelled loads that were stopped by force, because of their age or of
