@@ -24,7 +24,7 @@ from pdcore.runner.attention.registry import resolve_attention_backend
 from pdcore.runner.base import ModelRunner, poll_connector
 from pdcore.runner.batch import BatchState
 from pdcore.runner.decode_graphs import DecodeGraphs, choose_graph_sizes
-from pdcore.runner.device import DTYPES, choose_device, choose_dtype
+from pdcore.runner.device import DTYPES, choose_device, choose_dtype, on_device, on_own_device
 from pdcore.runner.drawing import draw
 from pdcore.runner.graph_capture import CUDAGraphCapture, GraphCapture
 from pdcore.runner.kv_identity import kv_fingerprint, kv_layout
@@ -51,7 +51,8 @@ class GPUModelRunner(ModelRunner):
     Args:
         model_path: a Hugging Face folder with safetensors, or a GGUF file.
         limits: the scheduler's limits; they size every buffer.
-        device: "cuda" or "cpu"; None takes CUDA when there is one.
+        device: "cpu"; "cuda", which is the current device of the thread that makes the runner;
+            "cuda:1" and so on; None takes CUDA when there is one.
         dtype: "float32", "bfloat16" or "float16", of weights and KV; None takes float32 on a CPU
             and bfloat16 on CUDA.
         block_size: tokens in a block.
@@ -107,29 +108,37 @@ class GPUModelRunner(ModelRunner):
             # Torch asks for huge pages if this is set when it allocates for the first time. A step
             # walks through all weights and a wide KV cache, and spends a tenth on finding pages.
             os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        self._model = load_model(model_path, device=self._device, dtype=DTYPES[self._dtype_name])
         self._limits = limits
         self._connector = connector
         self._memory_utilization = memory_utilization
         self._kv_cache_memory_bytes = kv_cache_memory_bytes
         self._keep_logits = keep_logits
-        self._check_limits()
-        self._spec = self._make_spec(block_size)
-        self._attention = backend(self._attention_shape(block_size))
-        self._rotary = RotaryTable(
-            self._model.config.rope,
-            self._spec.head_dim,
-            num_positions=limits.max_model_len,
-            device=self._device,
-        )
         self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        self._state = self._make_state()
+        with on_device(self._device):
+            self._model = load_model(
+                model_path, device=self._device, dtype=DTYPES[self._dtype_name]
+            )
+            self._check_limits()
+            self._spec = self._make_spec(block_size)
+            self._attention = backend(self._attention_shape(block_size))
+            self._rotary = RotaryTable(
+                self._model.config.rope,
+                self._spec.head_dim,
+                num_positions=limits.max_model_len,
+                device=self._device,
+            )
+            self._state = self._make_state()
         self._kv_cache: Tensor | None = None
         self._graphs: DecodeGraphs | None = None
         self._step: StepLayout | None = None
         self._step_logits: Tensor | None = None
         self._is_executed = False
         self.logits: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs. While one of the runner's methods does, it is the current one."""
+        return self._device
 
     @property
     def vocab_size(self) -> int:
@@ -144,6 +153,7 @@ class GPUModelRunner(ModelRunner):
     def get_kv_cache_spec(self) -> KVCacheSpec:
         return self._spec
 
+    @on_own_device
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
         if self._kv_cache_memory_bytes is not None:
@@ -157,6 +167,7 @@ class GPUModelRunner(ModelRunner):
             self._device, utilization=self._memory_utilization, trial=self._run_largest_step
         )
 
+    @on_own_device
     def initialize_from_config(self, config: KVCacheConfig) -> None:
         # Not in inference mode: connectors write to the cache from threads of their own, and torch
         # lets nobody outside inference mode write to a tensor that was made inside.
@@ -182,6 +193,7 @@ class GPUModelRunner(ModelRunner):
         """Describes the KV: model, weights, element type and layout."""
         return kv_fingerprint(self._model, self._spec)
 
+    @on_own_device
     @torch.inference_mode()
     def execute_model(self, output: SchedulerOutput) -> None:
         if self._kv_cache is None:
@@ -197,6 +209,7 @@ class GPUModelRunner(ModelRunner):
             self._connector.wait_for_save()
         self._is_executed = True
 
+    @on_own_device
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
         if not self._is_executed:
@@ -222,6 +235,7 @@ class GPUModelRunner(ModelRunner):
             transfer_report=poll_connector(self._connector),
         )
 
+    @on_own_device
     def close(self) -> None:
         connector, self._connector = self._connector, None
         if connector is not None:
