@@ -128,9 +128,10 @@ def move(
         pick = PATTERNS[pattern]
         local, remote = (pick(rng, num_blocks, pair.num_blocks) for _ in range(2))
         ways = list(pair.ways(local, remote).items())
-        # Who goes second finds some of the blocks in the processor's cache.
-        first = repeat % len(ways)
-        for column, way in ways[first:] + ways[:first]:
+        # Who comes later finds some of the blocks in the processor's cache, so nobody may follow
+        # the same one again and again.
+        for place in rng.permutation(len(ways)):
+            column, way = ways[place]
             figures = way()
             figures["GB/s"] = num_blocks * pair.shape.bytes_per_block / figures["ms"] / 1e6
             if repeat >= 0:
