@@ -189,6 +189,29 @@ def test_a_sender_goes_on_when_there_is_room() -> None:
     asyncio.run(fill_and_drain())
 
 
+def test_what_was_sent_arrives_though_the_connection_is_closed() -> None:
+    """`send` returns when the message is out of its sender's hands, however slow the peer is."""
+    message = Release(transfer_id="t", reason="x" * 500)
+
+    async def send_and_close() -> None:
+        channel, theirs = await connected()
+        theirs.setblocking(False)
+        sent = 0
+        assert channel._transport is not None
+        while not channel._transport.get_write_buffer_size():
+            sending = asyncio.create_task(channel.send(message, timeout_s=30))
+            await asyncio.sleep(0)
+            sent += 1
+        sending.add_done_callback(lambda _: channel.close())
+        received = bytearray()
+        while part := await asyncio.get_running_loop().sock_recv(theirs, 1 << 16):
+            received += part
+        assert received == sent * framed([message])
+        theirs.close()
+
+    asyncio.run(send_and_close())
+
+
 def test_nothing_is_sent_on_a_connection_that_was_closed() -> None:
     """It is an error at once, also before the event loop has noticed."""
 

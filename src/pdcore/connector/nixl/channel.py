@@ -43,7 +43,7 @@ class Channel(asyncio.Protocol):
         self._waiters: list[asyncio.Future[None]] = []
 
     async def send(self, message: Message, *, timeout_s: float) -> None:
-        """Send a message.
+        """Send a message, and wait until the system has it: it is not lost if `close` comes next.
 
         Raises:
             TimeoutError: the peer does not take it.
@@ -101,6 +101,7 @@ class Channel(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=0)
         self._transport = transport
         if self._connected is not None:
             self._connected(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from pdcore.connector.nixl.channel import Channel, client_proof, is_proof, new_nonce, server_proof
@@ -24,6 +25,8 @@ from pdcore.errors import HandshakeRefused, PeerLost
 __all__ = ["PeerClient", "PeerRestarted"]
 
 _MAX_FRAME_BYTES = 1 << 20
+_NUM_TRIES = 8
+_FIRST_PAUSE_S = 0.01
 
 
 class PeerRestarted(PeerLost):
@@ -101,6 +104,12 @@ class PeerClient:
                 return await self._ask_over(self._idle.pop(), request)
             except (OSError, EOFError):
                 continue  # the peer closed it while it was idle; requests can be repeated
+        for attempt in range(_NUM_TRIES - 1):
+            try:
+                return await self._ask_over(await self._connect(), request)
+            except (ConnectionResetError, EOFError):
+                # Too many came at once. Let them not come at once again.
+                await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))
         return await self._ask_over(await self._connect(), request)
 
     async def _ask_over(self, channel: Channel, request: Message) -> Message:

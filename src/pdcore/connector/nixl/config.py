@@ -50,7 +50,8 @@ class NixlConfig:
         lease_s: how long a hand-over is kept without a sign of life from its reader; a day at most.
         request_timeout_s: how long a peer may take to answer one message.
         max_params_bytes: how large ``kv_transfer_params`` may be, as JSON.
-        max_num_connections: how many peers' connections the side channel serves at once.
+        max_num_connections: how many peers' connections the side channel keeps at once; a further
+            one takes the place of one that is idle. As many more may not have shown the key yet.
         max_connections_per_peer: how many it opens to one peer.
         load_poll_s: how often a loop that only waits for loads asks its workers all the same;
             they say when one ended, but what says it may get lost.

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pdcore.connector.nixl.channel import Channel, client_proof, is_proof, new_nonce, server_proof
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.engine_name import EngineName
+from pdcore.connector.nixl.places import Places
 from pdcore.connector.nixl.protocol import (
     PROTOCOL_VERSION,
     Challenge,
@@ -75,8 +76,8 @@ def _bind_message(host: str, port: int, error: OSError) -> str:
 class SideChannelServer:
     """Serves peers, each on a task of its own, so that a silent one delays nobody.
 
-    A connection must authenticate at once and is dropped when it does not. When the limit of
-    connections is reached, the oldest one that has not authenticated makes room.
+    A connection must authenticate at once and is dropped when it does not. What happens when there
+    are too many of them, `Places` says.
 
     Args:
         listener: from `bind`.
@@ -92,8 +93,7 @@ class SideChannelServer:
         self._name = name
         self._config = config
         self._handle = handle
-        self._strangers: dict[Channel, None] = {}
-        self._peers: set[Channel] = set()
+        self._places = Places(config.max_num_connections)
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -126,34 +126,23 @@ class SideChannelServer:
         task.add_done_callback(end)
 
     async def _serve(self, channel: Channel) -> None:
+        self._places.greet(channel)
         try:
-            if self._make_room(channel):
-                sender = await self._authenticate(channel)
-                self._strangers.pop(channel, None)
-                self._peers.add(channel)
+            sender = await self._authenticate(channel)
+            if await self._places.seat(channel, timeout_s=self._config.request_timeout_s):
                 channel.allow_frames(_MAX_FRAME_BYTES)
                 await self._answer_requests(channel, sender)
+            else:
+                logger.warning(
+                    "refused a connection to the side channel: all %d are being answered",
+                    self._config.max_num_connections,
+                )
         except ProtocolError as error:
             logger.warning("dropped a connection to the side channel: %s", error)
         except _GONE:
             pass
         finally:
-            self._strangers.pop(channel, None)
-            self._peers.discard(channel)
-
-    def _make_room(self, channel: Channel) -> bool:
-        if len(self._strangers) + len(self._peers) >= self._config.max_num_connections:
-            if not self._strangers:
-                logger.warning(
-                    "refused a connection to the side channel: all %d are in use",
-                    self._config.max_num_connections,
-                )
-                return False
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.close()
-        self._strangers[channel] = None
-        return True
+            self._places.leave(channel)
 
     async def _authenticate(self, channel: Channel) -> str:
         timeout_s = self._config.request_timeout_s
@@ -184,9 +173,14 @@ class SideChannelServer:
     async def _answer_requests(self, channel: Channel, sender: str) -> None:
         timeout_s = self._config.request_timeout_s
         idle_s = _IDLE_FACTOR * max(self._config.lease_s, timeout_s)
+        # Who connects has something to ask.
+        request = await channel.receive(timeout_s=timeout_s)
         while True:
-            request = await channel.receive(timeout_s=timeout_s, idle_s=idle_s)
             await channel.send(await self._reply(request, sender), timeout_s=timeout_s)
+            if not self._places.rest(channel):
+                return
+            request = await channel.receive(timeout_s=timeout_s, idle_s=idle_s)
+            self._places.attend(channel)
 
     async def _reply(self, request: Message, sender: str) -> Message:
         try:
