@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
+import attrs
 import pytest
 from nixl_engines import a_request, until
 
@@ -22,6 +23,7 @@ from pdcore.connector.nixl.push.landing_desk import LandingDesk
 from pdcore.connector.nixl.push.landings import LandingRegistry
 from pdcore.connector.nixl.push.life_sign import LifeSign, is_refused
 from pdcore.connector.ticket_contents import prompt_digest
+from pdcore.errors import TransferError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -148,6 +150,24 @@ def test_a_writer_is_seen_before_it_may_write(
         asyncio.run(desk.answer(a_claim(registry, "x", sign.port), "p:1"))
     clock.advance(30)
     assert [suspect.writer for suspect in registry.suspects()] == ["p:1"]
+
+
+@pytest.mark.parametrize("num_ports", [0, 2, 4096])
+def test_a_claim_names_as_many_ranks_as_there_are_here(
+    desk: LandingDesk, registry: LandingRegistry, num_ports: int
+) -> None:
+    """Pushes are between equal shapes, so there is no reason to look at other numbers of ports."""
+    desk._endpoints = ENDPOINTS
+    with closing(socket.create_server((HOST, 0))) as listener:
+        listener.setblocking(False)
+        claim = a_claim(registry, "x", listener.getsockname()[1])
+        claim = attrs.evolve(claim, life_ports=num_ports * claim.life_ports)
+        with pytest.raises(TransferError, match=f"names {num_ports} ranks and this engine has 1"):
+            asyncio.run(desk.answer(claim, "p:1"))
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert not registry.is_landing("x", writer="p:1")
+    assert registry.counts().num_refused == 1
 
 
 def test_a_writer_that_cannot_be_seen_is_a_warning(

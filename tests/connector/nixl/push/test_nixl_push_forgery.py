@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 from nixl_engines import Engine, a_request, until
+from nixl_halves import a_handshake, half
 from nixl_pushes import (
     PROMPT,
     WHOLE_ENGINES,
@@ -174,6 +175,20 @@ def test_another_shape_is_refused() -> None:
         prefill.step_until(lambda: prefill.scheduler.stats().pushes.num_refused)
         ticket = prefill.finish(request, uid, list(range(1, 13)), num_tokens=len(PROMPT))
         assert ticket["push_id"] == ""
+        until(lambda: _has_all_slots(decode.scheduler.stats().landings))
+
+
+def test_another_number_of_ranks_is_refused_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that would write with two ranks hears why it may not from the one that has one."""
+    caplog.set_level("INFO")
+    with (
+        closing(Engine(push_staging_bytes=1 << 20)) as decode,
+        half(handshakes=[a_handshake()] * 2) as prefill,
+    ):
+        push_to = decode.scheduler.expect_push(a_request(PROMPT))
+        prefill.add(a_request(PROMPT, {"do_remote_decode": True, "push_to": push_to}))
+        until(lambda: prefill.take_events() or prefill.connector.stats().pushes.num_refused)
+        assert "its claim names 2 ranks and this engine has 1" in caplog.text
         until(lambda: _has_all_slots(decode.scheduler.stats().landings))
 
 

@@ -239,6 +239,14 @@ class LandingDesk:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _claim(self, registry: LandingRegistry, message: Claim, sender: str) -> Description:
+        num_ranks = len(self._endpoints)
+        if len(message.life_ports) != num_ranks:
+            # Each port is looked at, again and again.
+            registry.count_refusal()
+            raise TransferError(
+                f"its claim names {len(message.life_ports)} ranks and this engine has {num_ranks}: "
+                "KV can be pushed between equal shapes only. It will be read instead"
+            )
         # First of all, while it cannot have written anything: of a process that dies later it must
         # be known that it lived where nobody answers any more.
         writer = Suspect(writer=sender, life_host=message.life_host, life_ports=message.life_ports)

@@ -167,6 +167,11 @@ class LandingRegistry:
             self._wait(landing, landing.lease_s)
             return TicketAnswer(True)
 
+    def count_refusal(self) -> None:
+        """A claim was refused before it came here."""
+        with self._lock:
+            self._counts["num_refused"] += 1
+
     def hear(self, push_id: str, *, writer: str) -> TicketAnswer:
         """A writer's sign of life; a no says that it should stop."""
         with self._lock:
