@@ -309,6 +309,7 @@ class PeerMover(ABC, Generic[MoveT]):
     def _destroy_agent(self) -> None:
         handles = [flight.handle for flight in self._flying.values()]
         self._flying.clear()
+        self._called_at = -math.inf  # The next agent begins with a read that has to call.
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.destroy(handles)
