@@ -61,6 +61,11 @@ class ControlThread:
             begin = partial(self._begin_made, loop, make)
             loop.call_soon_threadsafe(loop.call_later, delay_s, begin)
 
+    def repeat(self, function: Callable[[], object], *, every_s: float) -> None:
+        """Call a function on the thread now, and again every so many seconds, until `close`; from
+        any thread. Its errors are logged, and do not end that."""
+        self.spawn(_repeat(function, every_s))
+
     def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """`spawn` for callers on the thread itself."""
         self._begin(asyncio.get_running_loop(), coroutine, _LONG)
@@ -127,6 +132,15 @@ class ControlThread:
             _cancel_all(loop)
         finally:
             loop.close()
+
+
+async def _repeat(function: Callable[[], object], every_s: float) -> None:
+    while True:
+        try:
+            function()
+        except Exception:
+            logger.exception("an internal error, in what is done every %g s", every_s)
+        await asyncio.sleep(every_s)
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

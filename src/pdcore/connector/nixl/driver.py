@@ -120,6 +120,10 @@ class TicketDriver:
             self._tell(IntroductionFailed(uid=self._uid, cause=str(error), is_final=True))
         except PeerLost as error:
             self._tell(IntroductionFailed(uid=self._uid, cause=str(error), is_final=False))
+        except Exception as error:
+            logger.exception("the handshake with %s failed", self._link.where)
+            cause = f"an internal error of the handshake: {error!r}"
+            self._tell(IntroductionFailed(uid=self._uid, cause=cause, is_final=False))
         else:
             self._tell(Introduced(uid=self._uid, peer=peer))
 
@@ -131,11 +135,15 @@ class TicketDriver:
 
     async def keep(self) -> None:
         """Renew the lease until `stop`, and tell when that fails for good."""
-        while not self._is_over:
-            pause_s = await self._renew()
-            if pause_s is None:
-                return
-            await asyncio.sleep(pause_s)
+        try:
+            while not self._is_over:
+                pause_s = await self._renew()
+                if pause_s is None:
+                    return
+                await asyncio.sleep(pause_s)
+        except Exception as error:
+            logger.exception("renewing a lease at %s failed", self._link.where)
+            self._give_up(f"the lease is not renewed: {error!r}", is_peer_gone=False)
 
     async def announce(self) -> None:
         """Ask the peer's workers to look often for a read, which needs their answers to end."""

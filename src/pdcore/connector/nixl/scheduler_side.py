@@ -31,7 +31,7 @@ from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.protocol import Claim, Message, PushEnded, Pushing
 from pdcore.connector.nixl.pulling import PullDesk
 from pdcore.connector.nixl.push.desk import PushDesk
-from pdcore.connector.nixl.push.landing_desk import LandingDesk
+from pdcore.connector.nixl.push.landing_desk import LOOK_EVERY_S, LandingDesk
 from pdcore.connector.nixl.server import SideChannelServer, bind
 from pdcore.connector.nixl.tickets_in_hand import TicketsInHand
 from pdcore.connector.nixl.worker_side import WorkerHandshake
@@ -149,8 +149,8 @@ class NixlSchedulerConnector(SchedulerConnector):
         control.start()
         control.run(server.start(), timeout_s=config.request_timeout_s)
         control.run(self._listen_to_workers(notices, notify), timeout_s=config.request_timeout_s)
-        control.spawn(_keep_workers_awake(hand_overs))
-        control.spawn(landings.watch())
+        control.repeat(hand_overs.keep_workers_awake, every_s=_RING_EVERY_S)
+        control.repeat(landings.watch, every_s=LOOK_EVERY_S)
 
     def set_xfer_handshake_metadata(self, metadata: list[WorkerHandshake | None]) -> None:
         """Take the ranks' KV memory. Called after `start`, before the first request.
@@ -371,9 +371,3 @@ class NixlSchedulerConnector(SchedulerConnector):
 def _soon(notify: Callable[[], None]) -> None:
     """Wake the engine's loop once the peer that is being answered has its answer."""
     asyncio.get_running_loop().call_soon(notify)
-
-
-async def _keep_workers_awake(desk: HandOverDesk) -> None:
-    while True:
-        desk.keep_workers_awake()
-        await asyncio.sleep(_RING_EVERY_S)

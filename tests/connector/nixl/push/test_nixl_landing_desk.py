@@ -19,7 +19,7 @@ from pdcore.connector.nixl.memory import MemoryRegion
 from pdcore.connector.nixl.meta import RankEndpoint
 from pdcore.connector.nixl.params import TransferParams
 from pdcore.connector.nixl.protocol import Claim, PushEnded
-from pdcore.connector.nixl.push.landing_desk import LandingDesk
+from pdcore.connector.nixl.push.landing_desk import LOOK_EVERY_S, LandingDesk
 from pdcore.connector.nixl.push.landings import LandingRegistry
 from pdcore.connector.nixl.push.life_sign import LifeSign, is_refused
 from pdcore.connector.ticket_contents import prompt_digest
@@ -137,7 +137,7 @@ def test_a_silent_host_delays_no_other_proof_of_death(
     claimed(registry, "dead", closed_port)
     clock.advance(30)
     assert [suspect.writer for suspect in registry.suspects()] == ["silent", "dead"]
-    control.spawn(desk.watch())
+    control.repeat(desk.watch, every_s=LOOK_EVERY_S)
     until(lambda: [suspect.writer for suspect in registry.suspects()] == ["silent"])
 
 
@@ -199,7 +199,7 @@ def test_slots_that_are_kept_for_too_long_are_a_warning(
     clock.advance(30)
     assert registry.counts().num_quarantined_slots == 1
     clock.advance(60)
-    control.spawn(desk.watch())
+    control.repeat(desk.watch, every_s=LOOK_EVERY_S)
     until(lambda: bool(caplog.messages))
     (warning,) = caplog.messages
     assert "1 staging slots are kept for engine silent" in warning

@@ -62,6 +62,36 @@ class PushDriver:
     async def keep(self) -> None:
         """Claim the slots, then give signs of life until the end is told or the peer says no."""
         try:
+            await self._claim_and_keep()
+        except Exception as error:
+            logger.exception("a push to %s failed", self._link.where)
+            uid, cause = self._uid, f"an internal error: {error!r}"
+            has_leave = self._has_leave
+            self._tell(
+                NotWanted(uid=uid, cause=cause) if has_leave else ClaimFailed(uid=uid, cause=cause)
+            )
+
+    async def end(self, *, ticket_id: str, num_blocks: int, was_cut: bool) -> None:
+        """Tell the peer that nothing is written any more, again and again until it is heard.
+
+        A peer that cannot be told keeps the slots in quarantine, so it is tried for ten minutes.
+        One that hears of the end before the claim refuses the claim.
+        """
+        self._is_over = True
+        message = PushEnded(
+            push_id=self._params.push_id,
+            ticket_id=ticket_id,
+            num_blocks=num_blocks,
+            was_cut=was_cut,
+        )
+        try:
+            await self._say_until_heard(message)
+        except Exception:
+            logger.exception("%s could not be told of the end of a push", self._link.where)
+        self._tell(PushTold(uid=self._uid))
+
+    async def _claim_and_keep(self) -> None:
+        try:
             peer = await self._link.claim(
                 Claim(
                     push_id=self._params.push_id,
@@ -95,31 +125,18 @@ class PushDriver:
                 self._tell(NotWanted(uid=self._uid, cause=cause))
                 return
 
-    async def end(self, *, ticket_id: str, num_blocks: int, was_cut: bool) -> None:
-        """Tell the peer that nothing is written any more, again and again until it is heard.
-
-        A peer that cannot be told keeps the slots in quarantine, so it is tried for ten minutes.
-        One that hears of the end before the claim refuses the claim.
-        """
-        self._is_over = True
-        message = PushEnded(
-            push_id=self._params.push_id,
-            ticket_id=ticket_id,
-            num_blocks=num_blocks,
-            was_cut=was_cut,
-        )
+    async def _say_until_heard(self, message: PushEnded) -> None:
         deadline, pause_s = self._clock.now() + _MAX_TELLING_S, 0.05
         while True:
             try:
                 await self._link.ask(message, Answer)
-                break
+                return
             except (HandshakeRefused, PeerLost) as error:
                 is_gone = isinstance(error, PeerRestarted)
                 if is_gone or (isinstance(error, HandshakeRefused) and not self._has_leave):
-                    break
+                    return
                 if self._clock.now() >= deadline:
                     logger.warning("the end of a push could not be told: %s", error)
-                    break
+                    return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        self._tell(PushTold(uid=self._uid))

@@ -36,11 +36,11 @@ from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.errors import ConfigError, TransferError
 from pdcore.request import Request
 
-__all__ = ["LandingDesk"]
+__all__ = ["LOOK_EVERY_S", "LandingDesk"]
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.5
 _RING_S = 1.0
 
 
@@ -224,19 +224,18 @@ class LandingDesk:
                 # It is also set when the end of a push is refused, so that this one goes on.
                 event.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(event.wait(), _LOOK_EVERY_S)
+                    await asyncio.wait_for(event.wait(), LOOK_EVERY_S)
         finally:
             self._ended.pop(params.push_id, None)
 
-    async def watch(self) -> None:
-        """Keep the workers awake while peers write, and look after peers that are silent."""
-        while True:
-            registry = self._registry
-            if registry is not None and registry.has_writers:
-                self._ring()
-                self._lookout.look_after(registry.suspects(), partial(self._died, registry))
-                _warn_of_overdue(registry)
-            await asyncio.sleep(_LOOK_EVERY_S)
+    def watch(self) -> None:
+        """Keep the workers awake while peers write, and look after peers that are silent. Call it
+        every `LOOK_EVERY_S`."""
+        registry = self._registry
+        if registry is not None and registry.has_writers:
+            self._ring()
+            self._lookout.look_after(registry.suspects(), partial(self._died, registry))
+            _warn_of_overdue(registry)
 
     async def _claim(self, registry: LandingRegistry, message: Claim, sender: str) -> Description:
         num_ranks = len(self._endpoints)
