@@ -17,6 +17,7 @@ __all__ = [
     "check_flag",
     "check_line",
     "check_not_negative",
+    "check_pool_fits",
     "check_positive",
     "check_share",
 ]
@@ -52,6 +53,15 @@ def check_positive(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number above 0."""
     if not 0 < _as_float(value) < math.inf:
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number above 0")
+
+
+def check_pool_fits(num_pool_blocks: int, num_blocks: int, *, where: str) -> None:
+    """Raise `ConfigError` if a block pool may hand out blocks that there are not."""
+    if num_pool_blocks > num_blocks:
+        raise ConfigError(
+            f"the scheduler's block pool has {num_pool_blocks} blocks, but {where} has "
+            f"{num_blocks}: give LRUBlockPool the num_blocks of the workers' KVCacheConfig"
+        )
 
 
 def check_line(name: str, value: Any, *, may_be_empty: bool = False) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -415,6 +416,15 @@ def test_a_cache_that_does_not_fit_is_refused(make_runner: MakeRunner) -> None:
     config = KVCacheConfig(spec=runner.get_kv_cache_spec(), num_blocks=2**42)
     with pytest.raises(ConfigError, match="cannot be allocated"):
         runner.initialize_from_config(config)
+
+
+def test_a_pool_larger_than_the_cache_is_refused(make_runner: MakeRunner) -> None:
+    """With the first plan, before any block is named that is not there."""
+    driver = RunnerDriver(make_runner(), num_blocks=8)
+    driver.start(0, [1, 2, 3])
+    plan = attrs.evolve(driver.plan({0: 3}), num_pool_blocks=9)
+    with pytest.raises(ConfigError, match="pool has 9 blocks, but this worker's KV cache has 8"):
+        driver.runner.execute_model(plan)
 
 
 def test_calls_out_of_order_are_named_errors(make_runner: MakeRunner) -> None:

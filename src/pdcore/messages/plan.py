@@ -66,6 +66,8 @@ class SchedulerOutput:
             the workers know: ``table[row, position] = id``. Block 0 means "no longer there".
         finished_rows: int32, rows given up since the last plan, before any of this plan starts.
         connector_meta: what the scheduler's connector has to say to the workers', or None.
+        num_pool_blocks: how many blocks the pool has that the block ids are from, the null block
+            included; a worker with fewer raises `ConfigError`. 0 if it is not known.
     """
 
     step_id: int
@@ -80,13 +82,15 @@ class SchedulerOutput:
     block_ids: Int32Array
     finished_rows: Int32Array
     connector_meta: Any = None
+    num_pool_blocks: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         plan = wire.pack(_plan_columns(self))
         blocks = wire.pack(_block_columns(self))
         samples = None if all_set(self.samples) else np.packbits(self.samples).tobytes()
         new_reqs = _pack_new_reqs(self.scheduled_new_reqs) if self.scheduled_new_reqs else None
-        return _read_output, (self.step_id, plan, blocks, samples, new_reqs, self.connector_meta)
+        facts = (self.step_id, self.connector_meta, self.num_pool_blocks)
+        return _read_output, (facts, plan, blocks, samples, new_reqs)
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -161,13 +165,13 @@ def _read_new_reqs(packed: tuple[Any, ...]) -> tuple[NewRequestData, ...]:
 
 
 def _read_output(
-    step_id: int,
+    facts: tuple[int, Any, int],
     plan: wire.Columns,
     blocks: wire.Columns,
     samples: bytes | None,
     new_reqs: tuple[Any, ...] | None,
-    connector_meta: Any,
 ) -> SchedulerOutput:
+    step_id, connector_meta, num_pool_blocks = facts
     rows, epochs, num_scheduled_tokens, num_computed_tokens, finished_rows = wire.unpack(plan)
     block_rows, block_positions, block_ids = wire.unpack(blocks)
     if samples is None:
@@ -188,4 +192,5 @@ def _read_output(
         block_ids=block_ids,
         finished_rows=finished_rows,
         connector_meta=connector_meta,
+        num_pool_blocks=num_pool_blocks,
     )

@@ -59,6 +59,9 @@ class ModelRunner(ABC):
         """Apply the plan's changes to the rows and run the forward pass.
 
         Plans without tokens are executed too when they carry connector work or finished rows.
+
+        Raises:
+            ConfigError: the scheduler's pool has more blocks than this worker.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdcore.checks import check_pool_fits
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.errors import ConfigError, ExecutorError
 from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
@@ -198,6 +199,7 @@ class GPUModelRunner(ModelRunner):
     def execute_model(self, output: SchedulerOutput) -> None:
         if self._kv_cache is None:
             raise ExecutorError("execute_model was called before initialize_from_config")
+        check_pool_fits(output.num_pool_blocks, len(self._kv_cache), where="this worker's KV cache")
         if self._connector is not None and output.connector_meta is not None:
             if self._device.type == "cuda":
                 # Blocks that a load fills may have been written by kernels that still run.

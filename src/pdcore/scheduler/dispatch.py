@@ -95,6 +95,7 @@ class Dispatch:
             block_positions=delta.positions.astype(np.int32) if delta.ids.size else _NO_ROWS,
             block_ids=delta.ids,
             finished_rows=np.array(finished_rows, np.int32) if finished_rows else _NO_ROWS,
+            num_pool_blocks=core.manager.pool.num_blocks,
         )
         return output if core.connector is None else self._with_meta(output, plan)
 

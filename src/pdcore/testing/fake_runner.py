@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
+from pdcore.checks import check_pool_fits
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.connector.layout import KVLayout
 from pdcore.errors import ConfigError, ExecutorError
@@ -146,11 +147,14 @@ class FakeKVRunner(ModelRunner):
         """As promised by `ModelRunner`.
 
         Raises:
+            ConfigError: the scheduler's pool has more blocks than this worker.
             PlanError: the plan contradicts itself or what the worker knows.
             StaleKV: a row would read KV that is not its own.
         """
         state, connector = self._initialized(), self._connector
         self._executed = []
+        num_blocks = state.caches.num_blocks
+        check_pool_fits(output.num_pool_blocks, num_blocks, where="this worker's KV cache")
         self._raise_step_fault(output)
         state.rows.apply(output)
         output, self._again = self._without_failed(output)

@@ -10,6 +10,7 @@ import attrs
 
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import KVCaches, KVLoad
+from pdcore.connector.block_count import BlockCount
 from pdcore.connector.loopback.faults import FaultPlan, LoopbackFaults
 from pdcore.connector.loopback.ticket import LoopbackTicket
 from pdcore.connector.tickets import TicketAnswer, TicketRegistry
@@ -28,6 +29,7 @@ class LoopbackEngine:
         epoch: which life this is.
         registry: its hand-overs.
         caches: its KV memory, once its worker registered it.
+        block_count: of that, and of its scheduler's pool.
         notify: wakes its loop.
         has_news: whether a peer ended one of its hand-overs since it last looked.
         due_times: of its loads in flight: when each is due on the clock; None when only polls (or
@@ -38,6 +40,7 @@ class LoopbackEngine:
     epoch: int
     registry: TicketRegistry
     caches: KVCaches | None = None
+    block_count: BlockCount = attrs.field(factory=BlockCount)
     is_alive: bool = True
     notify: Callable[[], None] = attrs.field(default=lambda: None)
     has_news: bool = False

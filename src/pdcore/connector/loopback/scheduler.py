@@ -23,7 +23,8 @@ from pdcore.connector.loopback.ticket import LoopbackTicket
 from pdcore.connector.stats import ConnectorStats
 from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.connector.tickets import asks_for_hand_over
-from pdcore.errors import InvalidTransferParams
+from pdcore.errors import ConfigError, InvalidTransferParams
+from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import FinishReason, Request
 
@@ -74,6 +75,14 @@ class LoopbackSchedulerConnector(SchedulerConnector):
 
     def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:
         self._engine.notify = notify
+
+    def bind_kv_manager(self, manager: KVCacheManager) -> None:
+        if manager.block_size != self._block_size:
+            raise ConfigError(
+                f"LoopbackConnector has block_size={self._block_size}, but the scheduler's block "
+                f"pool has blocks of {manager.block_size} tokens: make them equal"
+            )
+        self._engine.block_count.of_pool(manager.pool.num_blocks)
 
     def recognizes(self, params: Mapping[str, Any]) -> bool:
         return LoopbackTicket.is_in(params)

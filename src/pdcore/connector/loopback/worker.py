@@ -78,6 +78,7 @@ class LoopbackWorkerConnector(WorkerConnector):
         self._repeated: list[Outcome] = []
 
     def register_kv_caches(self, caches: KVCaches) -> None:
+        self._engine.block_count.of_ranks([caches.num_blocks])
         self._caches = caches
         self._engine.caches = caches
 

@@ -20,6 +20,7 @@ from pdcore.connector.base import (
     KVLoad,
     SchedulerConnector,
 )
+from pdcore.connector.block_count import BlockCount
 from pdcore.connector.nixl.config import NixlConfig
 from pdcore.connector.nixl.control import ControlThread
 from pdcore.connector.nixl.engine_name import EngineName
@@ -38,6 +39,7 @@ from pdcore.connector.nixl.worker_side import WorkerHandshake
 from pdcore.connector.stats import ConnectorStats
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import ConfigError
+from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import Request
 
@@ -81,6 +83,7 @@ class NixlSchedulerConnector(SchedulerConnector):
         self._control = ControlThread("pdcore-nixl-control")
         self._started: _Parts | None = None
         self._address = (config.host, config.port)
+        self._block_count = BlockCount()
         self._polled_at = 0.0
         self._is_closed = False
 
@@ -152,11 +155,22 @@ class NixlSchedulerConnector(SchedulerConnector):
         control.repeat(hand_overs.keep_workers_awake, every_s=_RING_EVERY_S)
         control.repeat(landings.watch, every_s=LOOK_EVERY_S)
 
+    def bind_kv_manager(self, manager: KVCacheManager) -> None:
+        """Raises `ConfigError` if its pool has other blocks than `NixlConfig.block_size` says, or
+        more of them than a rank."""
+        if manager.block_size != self._config.block_size:
+            raise ConfigError(
+                f"NixlConfig.block_size={self._config.block_size}, but the scheduler's block pool "
+                f"has blocks of {manager.block_size} tokens: make them equal"
+            )
+        self._block_count.of_pool(manager.pool.num_blocks)
+
     def set_xfer_handshake_metadata(self, metadata: list[WorkerHandshake | None]) -> None:
         """Take the ranks' KV memory. Called after `start`, before the first request.
 
         Raises:
-            ConfigError: a rank has not registered its KV memory.
+            ConfigError: a rank has not registered its KV memory, or has fewer blocks than the
+                scheduler's pool.
         """
         ranks = [handshake for handshake in metadata if handshake is not None]
         if not ranks or len(ranks) != len(metadata):
@@ -165,6 +179,7 @@ class NixlSchedulerConnector(SchedulerConnector):
                 "metadata: call register_kv_caches on every rank first"
             )
         endpoints = tuple(handshake.endpoint for handshake in ranks)
+        self._block_count.of_ranks(endpoint.region.num_blocks for endpoint in endpoints)
         self._parts.links.endpoints = endpoints
         self._parts.pulls.arrivals.num_ranks = len(ranks)
         self._parts.hand_overs.serve(endpoints, tuple(handshake.doorbell for handshake in ranks))

@@ -83,11 +83,12 @@ class OffloadHandshake:
     """What a worker's half tells the scheduler's once it knows the KV memory.
 
     Args:
-        bytes_per_block: of one rank.
+        num_blocks, bytes_per_block: of one rank's KV memory.
         num_host_slots, num_disk_slots: how many blocks fit into each tier.
         stored: what an earlier engine left on disk: (slot, key), oldest first.
     """
 
+    num_blocks: int
     bytes_per_block: int
     num_host_slots: int
     num_disk_slots: int

@@ -18,6 +18,7 @@ from pdcore.connector.base import (
     KVLoad,
     SchedulerConnector,
 )
+from pdcore.connector.block_count import BlockCount
 from pdcore.connector.load_tally import LoadTally
 from pdcore.connector.offload.catalog import Catalog
 from pdcore.connector.offload.config import OffloadConfig
@@ -74,6 +75,7 @@ class OffloadSchedulerConnector(SchedulerConnector):
         self._clock: Clock = MonotonicClock()
         self._manager: KVCacheManager | None = None
         self._catalog: Catalog | None = None
+        self._block_count = BlockCount()
         # By identity: an id may be used again. The keys of a prompt, once they were asked for.
         self._keys: dict[Request, list[bytes]] = {}
         # Written, not saved yet, and not handed out again by any plan so far: key -> block.
@@ -105,10 +107,12 @@ class OffloadSchedulerConnector(SchedulerConnector):
             )
         if len(hasher.root(None, None)) > MAX_KEY_BYTES:
             raise ConfigError(f"the hasher's keys have more than {MAX_KEY_BYTES} bytes")
+        self._block_count.of_pool(manager.pool.num_blocks)
         self._manager = manager
         manager.pool.subscribe(self._committed)
 
     def set_xfer_handshake_metadata(self, metadata: list[OffloadHandshake]) -> None:
+        self._block_count.of_ranks(handshake.num_blocks for handshake in metadata)
         self._catalog = Catalog(metadata)
 
     def reset_cache(self) -> None:

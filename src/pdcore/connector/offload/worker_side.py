@@ -69,6 +69,7 @@ class OffloadWorkerConnector(WorkerConnector):
         if store is not None:
             disk = DiskTier(record_format, store, num_staged=BLOCKS_AT_ONCE)
         handshake = OffloadHandshake(
+            num_blocks=caches.num_blocks,
             bytes_per_block=caches.bytes_per_block,
             num_host_slots=num_host_slots,
             num_disk_slots=0 if store is None else store.num_slots,
