@@ -111,9 +111,15 @@ class OffloadSchedulerConnector(SchedulerConnector):
         self._manager = manager
         manager.pool.subscribe(self._committed)
 
-    def set_xfer_handshake_metadata(self, metadata: list[OffloadHandshake]) -> None:
-        self._block_count.of_ranks(handshake.num_blocks for handshake in metadata)
-        self._catalog = Catalog(metadata)
+    def set_xfer_handshake_metadata(self, metadata: list[OffloadHandshake | None]) -> None:
+        ranks = [handshake for handshake in metadata if handshake is not None]
+        if not ranks or len(ranks) < len(metadata):
+            raise ConfigError(
+                f"{len(metadata) - len(ranks)} of {len(metadata)} ranks sent no handshake metadata:"
+                " initialise the model runner of every rank first"
+            )
+        self._block_count.of_ranks(handshake.num_blocks for handshake in ranks)
+        self._catalog = Catalog(ranks)
 
     def reset_cache(self) -> None:
         # Records of before are void, where they are; so what is in flight need not be called back.
