@@ -7,9 +7,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from nixl_processes import EngineProcess
+
+from pdcore.request import Request
 
 
 def serve_engine(
@@ -17,11 +20,15 @@ def serve_engine(
 ) -> None:
     """Main function of the process: step an engine, and answer ``(command, arguments)``."""
     os.environ.update(environment)
+    from nixl_stages import stop_at
     from nixl_whole_engine import WholeEngine
 
     from pdcore.loop import wait
 
+    stage = config.pop("stop_at", None)
     engine = WholeEngine(**config)
+    if stage is not None:
+        stop_at(stage)
     connection.send(engine.connector.address)
     while True:
         if connection.poll(0.002):
@@ -54,6 +61,10 @@ def _answer(engine: Any, command: str, arguments: Any) -> Any:
         return getattr(engine.scheduler, command)()
     if command == "num_free":
         return engine.num_free
+    if command == "expect_push":
+        return engine.connector.expect_push(Request("any", *arguments))
+    if command == "landings":
+        return engine.scheduler.stats().connector.landings
     raise ValueError(f"unknown command {command!r}")
 
 
@@ -66,6 +77,12 @@ class WholeProcess(EngineProcess):
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it was stopped, by whomever."""
+        status = Path(f"/proc/{self._process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
 
 
 @contextmanager
