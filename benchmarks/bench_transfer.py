@@ -127,15 +127,15 @@ def move(
         progress(f"{label}, {repeat + 1} of {repeats}")
         pick = PATTERNS[pattern]
         local, remote = (pick(rng, num_blocks, pair.num_blocks) for _ in range(2))
-        ways = list(pair.ways(local, remote).items())
+        ways = pair.ways(local, remote)
         # Who comes later finds some of the blocks in the processor's cache, so nobody may follow
         # the same one again and again.
-        for place in rng.permutation(len(ways)):
-            column, way = ways[place]
-            figures = way()
+        turns = [list(ways)[place] for place in rng.permutation(len(ways))]
+        moved = {column: ways[column]() for column in turns}
+        for column in ways if repeat >= 0 else ():  # the first turn is not counted
+            figures = moved[column]
             figures["GB/s"] = num_blocks * pair.shape.bytes_per_block / figures["ms"] / 1e6
-            if repeat >= 0:
-                report.add(label, column, figures)
+            report.add(label, column, figures)
 
 
 def measure_protocol(report: Report, pair: Pair, repeats: int) -> None:
