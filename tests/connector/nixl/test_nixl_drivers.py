@@ -76,7 +76,8 @@ def test_a_lease_that_is_not_renewed_is_lost(
     monkeypatch.setattr(PeerLink, "renew", _fail)
     request = Request("d", PROMPT, kv_transfer_params=prefill.ticket())
     uid = decode.add(request)
-    pull = decode.connector._parts.pulls._pulls[uid]
+    pull = decode.connector._parts.tickets.get(uid)
+    assert pull is not None
     until(lambda: decode.take_events() or pull.trouble)
     assert "a surprise" in pull.trouble
 
