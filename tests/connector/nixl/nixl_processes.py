@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -79,8 +81,20 @@ class EngineProcess:
         return self._receive(self._answer_s)
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal; after `SIGSTOP`, return once it has stopped. On a busy machine its threads
+        go on until the first of them has had its turn."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+        end = time.monotonic() + self._answer_s
+        while number is signal.SIGSTOP and not self.has_stopped:
+            assert time.monotonic() < end, "the engine's process does not stop"
+            time.sleep(0.0005)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it was stopped, by whomever."""
+        status = Path(f"/proc/{self._process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from nixl_processes import EngineProcess
@@ -77,12 +76,6 @@ class WholeProcess(EngineProcess):
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether it was stopped, by whomever."""
-        status = Path(f"/proc/{self._process.pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] == "T"
 
 
 @contextmanager
