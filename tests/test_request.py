@@ -77,6 +77,8 @@ def test_a_bad_prompt_is_refused(prompt: object) -> None:
         ("deadline", 10**400),
         ("deadline", "x"),
         ("cache_salt", 5),
+        ("cache_salt", "\ud800"),
+        ("lora", "a\udfff"),
         ("lora", []),
         ("sampling", None),
         ("kv_transfer_params", "x"),

@@ -112,8 +112,10 @@ class BatchQueue:
 
     Whatever goes wrong, also Ctrl-C, empties the pipe: once the executor has done all that it was
     given, every plan is taken back, the newest first. No request is lost by it, and the next `step`
-    begins with what was taken back, unless the executor is dead. An interrupt in the moment in
-    which a result is taken in may cost the application that one `StepResult`.
+    begins with what was taken back, unless the executor is dead. The exception is an interrupt that
+    comes inside `Scheduler.schedule` or `update_from_output`, whose columns are half written then:
+    it may leave a scheduler that must be thrown away. An application that goes on after Ctrl-C lets
+    its handler set a flag, and looks at that between two steps.
 
     Args:
         scheduler: what to run.

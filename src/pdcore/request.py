@@ -362,8 +362,18 @@ class Request:
         if values.count(None) == len(values):
             return
         for name, value in zip(_OPTIONAL_STRINGS, values, strict=False):
-            if value is not None and not isinstance(value, str):
+            if value is None:
+                continue
+            if not isinstance(value, str):
                 raise InvalidRequest(f"{name}={value!r}: pass a string or None")
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                # JSON can name one, and nothing that is hashed or written can hold it.
+                raise InvalidRequest(
+                    f"{name}={value!r} holds half a surrogate pair, which is no character: "
+                    "pass a string that can be encoded"
+                ) from None
         for name, value in zip(_OPTIONAL_TIMES, values[len(_OPTIONAL_STRINGS) :], strict=True):
             if value is None:
                 continue

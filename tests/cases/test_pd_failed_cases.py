@@ -65,6 +65,21 @@ def test_c22_a_block_that_did_not_arrive_is_in_no_index() -> None:
     pair.assert_idle()
 
 
+def test_why_loads_failed_is_in_the_log_though_all_went_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A request that is computed after all ends without a cause. One warning for many of a kind."""
+    pair = Pair(faults=LoopbackFaults(num_valid_tokens=BLOCK_SIZE))
+    for name in "abc":
+        pair.send(name, prompt_of(3))
+        pair.run()
+        assert pair.decode.end(name).cause is None
+        pair.decode.scheduler.reset_prefix_cache()
+    (warning,) = (it.getMessage() for it in caplog.records if it.levelname == "WARNING")
+    assert warning.startswith("remote KV of request a was not loaded: ")
+    assert "only 16 of 47" in warning
+
+
 @pytest.mark.parametrize("num_valid_tokens", [0, 15, 16, 31, 32, 47])
 def test_c22_the_longest_valid_prefix_is_kept_beside_local_hits(num_valid_tokens: int) -> None:
     """One block is here, the load brings some of the rest: what is whole is not computed again."""

@@ -77,6 +77,28 @@ def test_c28_a_connector_that_raises_never_takes_the_engine_down(
         assert f"{method} is broken" in caplog.text
 
 
+class OddConnector(NullSchedulerConnector):
+    """Answers with something that is no answer."""
+
+    def __init__(self, method: str, answer: Any) -> None:
+        super().__init__()
+        setattr(self, method, lambda *_: answer)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [("request_finished", True), ("take_events", None), ("take_events", ())]
+)
+def test_a_connector_that_answers_nonsense_is_as_one_that_raises(
+    method: str, answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody loses a token by it, and the log says what it answered."""
+    rig = Rig(connector=OddConnector(method, answer))
+    for name in ("one", "two"):
+        rig.add(name)
+    assert rig.ends() == {"one": FinishReason.LENGTH, "two": FinishReason.LENGTH}
+    assert f"it returned {answer!r}" in caplog.text
+
+
 class Undecided(NullSchedulerConnector):
     """Always asks to be asked again."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from scheduler_rig import VOCAB_SIZE, Rig
 
 from pdcore import FinishReason, Request, RequestStatus
@@ -61,6 +63,24 @@ def test_a30_a_request_waits_for_its_grammar_without_holding_up_others() -> None
     assert all(token % 2 == 0 for token in rig.driver.delivered["good"].token_ids)
     assert compiler.futures["aborted"].cancelled()
     assert compiler.futures["late"].cancelled()
+
+
+class AnswersNothing(Compiler):
+    """Has no future to give."""
+
+    def compile(self, request: Request) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("compiler", [Compiler(), AnswersNothing()], ids=["matcher", "future"])
+def test_a_backend_that_returns_none_costs_its_request_alone(compiler: Compiler) -> None:
+    """For a matcher, which would let it run without its grammar, or for the future of one."""
+    rig = Rig(grammar=compiler)
+    rig.add("strict", structured_output="even", max_tokens=6)
+    rig.add("plain", max_tokens=2)
+    for future in compiler.futures.values():
+        future.set_result(None)
+    assert rig.ends() == {"strict": FinishReason.ERROR, "plain": FinishReason.LENGTH}
 
 
 def test_a_token_that_the_grammar_does_not_allow_ends_its_request() -> None:

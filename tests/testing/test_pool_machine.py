@@ -279,6 +279,30 @@ class ConstantFingerprint(NaiveBlockPool):
         return b"same"
 
 
+class HoldsWhatComesFirst(NaiveBlockPool):
+    """Takes cached blocks out of the order of eviction before it finds one that cannot be held."""
+
+    def hold(self, ids: Any, **options: Any) -> Hold:
+        try:
+            return super().hold(ids, **options)
+        except BlockMisuse:
+            for block in ids.tolist():
+                self._take_from_evictable(block)
+            raise
+
+
+class PublishesWhatComesFirst(NaiveBlockPool):
+    """Gives keys to some blocks before it finds one that cannot have one."""
+
+    def publish(self, ids: Any, keys: Any, step: int, **options: Any) -> None:
+        try:
+            super().publish(ids, keys, step, **options)
+        except BlockMisuse:
+            if len(ids) > 1:
+                super().publish(ids[:1], keys[:1], step)
+            raise
+
+
 BROKEN: list[type[NaiveBlockPool]] = [
     AcceptsDoubleRelease,
     ForgetsToDropKeys,
@@ -305,6 +329,8 @@ BROKEN: list[type[NaiveBlockPool]] = [
     ResetsUnderItsUsers,
     RollsBackOldSteps,
     ConstantFingerprint,
+    HoldsWhatComesFirst,
+    PublishesWhatComesFirst,
 ]
 
 

@@ -1,4 +1,4 @@
-"""Whether the block pool and the workers' KV memory are of one size."""
+"""Whether the workers have every block of the pool."""
 
 from __future__ import annotations
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import secrets
 
 import numpy as np
 import numpy.typing as npt
+
+from pdcore.checks import check_count
+from pdcore.errors import ConfigError
 
 __all__ = ["PrefixHasher"]
 
@@ -46,13 +50,19 @@ class PrefixHasher:
             made for this process when None. Engines that are to name blocks alike need the same
             secret and block size.
 
+    Raises:
+        ConfigError: the block size is no integer above 0, or the secret is not bytes.
+
     Attributes:
         block_size: tokens in a block.
         is_lasting: whether the secret was given, so that names outlive the process.
     """
 
     def __init__(self, block_size: int, *, secret: bytes | None = None) -> None:
-        self.block_size = block_size
+        check_count("block_size", block_size)
+        if secret is not None and not isinstance(secret, bytes):
+            raise ConfigError(f"the hasher's secret is a {type(secret).__name__}: pass bytes")
+        self.block_size = block_size = operator.index(block_size)
         self.is_lasting = secret is not None
         secret = secrets.token_bytes(32) if secret is None else secret
         # Of one length, so that nothing that follows it can be taken for a part of it. Blocks of

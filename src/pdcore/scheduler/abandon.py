@@ -76,11 +76,7 @@ def count_lost_load(core: Core, state: RequestState) -> None:
     state.num_lost_loads += 1
     if state.num_lost_loads < _MAX_LOST_LOADS:
         return
-    core.count_failed_load(state)
+    cause = f"{state.num_lost_loads} steps that were to begin it failed"
+    core.count_failed_load(state, cause)
     if core.limits.on_load_failure == "fail" and not state.ask_connector:
-        fail(
-            core,
-            state,
-            f"remote KV could not be loaded: {state.num_lost_loads} steps that were to begin it "
-            "failed",
-        )
+        fail(core, state, f"remote KV could not be loaded: {cause}")

@@ -26,7 +26,9 @@ class AdmissionRules:
     """Asks the policy's hooks, and checks what they answer; knows the limits on who may start.
 
     A hook that the policy does not have costs nothing: its attribute here says so, and it is not
-    asked. One that raises ends the request that it was asked about, in the next step.
+    asked. One that raises in `find_refusal` or `cap` ends the request that it was asked about, in
+    the next step; in `order` it costs the step its order; `cap_load` and `choose_victim` pass it
+    on.
 
     Attributes:
         may_refuse: whether `find_refusal` may have something against anybody.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from concurrent.futures import Future
 from typing import Any
 
 from pdcore.errors import DuplicateRequest, InvalidTransferParams, RequestError
@@ -101,7 +102,10 @@ class Arrivals:
         assert core.grammar is not None
         move(state, RequestStatus.WAITING_FOR_GRAMMAR)
         try:
-            core.compiling[state.uid] = core.grammar.compile(state.request)
+            future = core.grammar.compile(state.request)
+            if not isinstance(future, Future):
+                raise TypeError(f"compile() returned {future!r:.80}, which is no Future")
+            core.compiling[state.uid] = future
         except Exception as error:
             fail(core, state, f"its grammar could not be compiled: {error!r}")
             return

@@ -70,6 +70,7 @@ class Core:
         undo: how to take back what the newest plan changed; exact while nothing else has changed.
         has_news: whether a worker's report waits to be taken in.
         is_quiet: whether the last plan found nothing to do, and nothing has changed since.
+        last_load_failure: why the newest load failed that did.
     """
 
     manager: KVCacheManager
@@ -111,6 +112,7 @@ class Core:
     undo_is_exact: bool = False
     has_news: bool = False
     is_quiet: bool = False
+    last_load_failure: str = ""
 
     def touch(self) -> None:
         """Something changed apart from planning: the newest plan cannot be undone exactly."""
@@ -278,8 +280,16 @@ class Core:
             except Exception:
                 logger.exception("the connector's cancel(%s) raised", transfer)
 
-    def count_failed_load(self, state: RequestState) -> None:
-        """A load failed: its request asks the connector again only while it has tries left."""
+    def count_failed_load(self, state: RequestState, cause: str) -> None:
+        """A load failed: its request asks the connector again only while it has tries left.
+
+        A request that is computed here after all ends without a cause, so the log has it: a
+        warning, unless it is the cause of the failure before as well. A peer's end fails many
+        loads.
+        """
+        level = logging.DEBUG if cause == self.last_load_failure else logging.WARNING
+        logger.log(level, "remote KV of request %s was not loaded: %s", state.request_id, cause)
+        self.last_load_failure = cause
         self.counters.num_failed_loads += 1
         state.num_failed_loads += 1
         state.ask_connector = state.num_failed_loads <= self.limits.max_load_retries

@@ -150,6 +150,8 @@ def _tell_connector(
     blocks = _finished_blocks(core, state, reason)
     try:
         hand_over = core.connector.request_finished(state.request, state.uid, blocks)
+        if hand_over is not None and not isinstance(hand_over, HandOver):
+            raise TypeError(f"it returned {hand_over!r:.80}, which is no HandOver")
     except Exception as error:
         logger.exception("the connector's request_finished(%s) raised", state.request_id)
         return None, f"request_finished() raised {error!r}"

@@ -48,6 +48,8 @@ class Intake:
         assert core.connector is not None
         try:
             events = core.connector.take_events()
+            if not isinstance(events, ConnectorEvents):
+                raise TypeError(f"it returned {events!r:.80}, which is no ConnectorEvents")
         except Exception:
             logger.exception("the connector's take_events() raised; its loads time out")
             events = ConnectorEvents()
@@ -102,7 +104,7 @@ class Intake:
         assert load is not None
         assert blocks is not None
         core.touch()
-        core.count_failed_load(state)
+        core.count_failed_load(state, cause)
         num_wanted = state.num_computed_tokens
         num_valid = min(max(num_valid_tokens, load.num_local_tokens), num_wanted)
         num_valid -= num_valid % block_size
@@ -171,6 +173,8 @@ class Intake:
                 continue
             state = core.requests[uid]
             error = CancelledError() if future.cancelled() else future.exception()
+            if error is None and future.result() is None:
+                error = TypeError("its compilation gave None for a matcher")
             if error is not None:
                 fail(core, state, f"its grammar could not be compiled: {error!r}")
                 continue

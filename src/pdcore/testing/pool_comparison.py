@@ -100,8 +100,13 @@ class PoolComparison(RuleBasedStateMachine):
         self._refuses_each("release", [*without_reference, *outside])
         for block in [0, *classes["free"][:1], *classes["evictable"][:1], *keyed[:1], *outside]:
             self._refuses(BlockMisuse, "publish", block_array([block]), [b"new"], self.step)
+            for plain in self._plain_blocks()[:1]:
+                self._refuses(
+                    BlockMisuse, "publish", block_array([plain, block]), [b"x", b"y"], self.step
+                )
         for block in [0, *classes["free"][:1], *outside]:
             self._refuses_hold([block])
+            self._refuses_hold([*classes["evictable"][:1], *classes["owned"][:1], block])
         for block in classes["owned"][:1]:
             twice = [block] * (self.model._state.num_refs[block] + 1)
             self._refuses(BlockMisuse, "release", block_array(twice))

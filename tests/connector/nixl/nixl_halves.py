@@ -43,9 +43,8 @@ class Half:
         self.connector = connector.scheduler_side()
         self.num_notices = 0
         self.connector.start(clock=clock or MonotonicClock(), notify=self._count)
-        self.connector.set_xfer_handshake_metadata(
-            [a_handshake()] if handshakes is None else handshakes
-        )
+        if handshakes != []:
+            self.connector.set_xfer_handshake_metadata(handshakes or [a_handshake()])
         self._next_uid = 0
         self.sent: list[str] = []
         self.received: list[TransferKey] = []

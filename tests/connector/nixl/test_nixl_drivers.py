@@ -109,6 +109,7 @@ def test_a_push_leaves_nothing_behind(
 
     break_asking(monkeypatch, PushEnded if stage == "end" else Pushing)
     monkeypatch.setattr(PeerLink, "claim", _fail if stage == "claim" else claim)
+    monkeypatch.setattr("pdcore.connector.nixl.push.driver._MAX_TELLING_S", 0.1)
     params = {"do_remote_decode": True, "push_to": leave_to_push(prefill)}
     request = Request("p", PROMPT, kv_transfer_params=params)
     uid = prefill.add(request)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +99,19 @@ async def crowd(**changes: Any) -> AsyncIterator[Crowd]:
         desk.may_go_on.set()
         made.close()
         await server.close()
+
+
+@asynccontextmanager
+async def crowd_of(there: Crowd, *, patience_s: float) -> AsyncIterator[list[PeerClient]]:
+    """As many engines as may wait, who wait for less time than the server does."""
+    config = attrs.evolve(there._config, request_timeout_s=patience_s)
+    names = (EngineName(engine_id=f"i{number}", epoch="1") for number in range(NUM_PLACES))
+    clients = [PeerClient(HOST, there._port, peer=NAME, name=name, config=config) for name in names]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
 
 
 def run(live: Callable[[], Awaitable[None]]) -> None:
@@ -232,6 +246,81 @@ def test_a_place_is_not_waited_for_longer_than_for_an_answer(
 
     run(live)
     assert caplog.messages[0].endswith("all 3 are being answered")
+
+
+def test_whoever_has_gone_waits_no_more() -> None:
+    """Those who lose patience, as many as may wait, leave no trace: the next may wait in their
+    place, and nobody who is served has to make room for them."""
+
+    async def live() -> None:
+        async with crowd() as there, crowd_of(there, patience_s=0.2) as impatient:
+            answers = [
+                asyncio.create_task(is_answered(there.client(), f"slow {number}"))
+                for number in range(NUM_PLACES)
+            ]
+            await there.desk.until_begun(NUM_PLACES)
+            for client in impatient:
+                with pytest.raises(PeerLost, match="did not answer within"):
+                    await client.ask(Renew(transfer_id="impatient"))
+            while there.places._num_waiting:
+                await asyncio.sleep(0.001)
+            late = asyncio.create_task(is_answered(there.client(), "late"))
+            while there.places._num_waiting != 1:
+                await asyncio.sleep(0.001)
+            there.desk.may_go_on.set()
+            assert all(await asyncio.gather(*answers, late))
+            assert "impatient" not in there.desk.begun
+
+    run(live)
+
+
+def test_no_more_wait_than_there_are_places() -> None:
+    """One more is turned away, and comes again."""
+
+    async def live() -> None:
+        async with crowd() as there:
+            clients = [there.client() for _ in range(2 * NUM_PLACES + 1)]
+            answers = [
+                asyncio.create_task(is_answered(client, f"slow {number}"))
+                for number, client in enumerate(clients[:NUM_PLACES])
+            ]
+            await there.desk.until_begun(NUM_PLACES)
+            late = [asyncio.create_task(is_answered(client)) for client in clients[NUM_PLACES:]]
+            while there.places._num_waiting < NUM_PLACES:
+                await asyncio.sleep(0.001)
+            for _ in range(50):
+                assert there.places._num_waiting <= NUM_PLACES
+                await asyncio.sleep(0.001)
+            there.desk.may_go_on.set()
+            assert all(await asyncio.gather(*answers, *late))
+
+    run(live)
+
+
+def test_who_asks_many_things_at_once_holds_up_nobody() -> None:
+    """Others are answered between two of its requests."""
+
+    async def live() -> None:
+        async with crowd() as there:
+            pipe = await there.client()._connect()
+            for _ in range(500):
+                await pipe.send(Renew(transfer_id="pipe"), timeout_s=30)
+            assert await is_answered(there.client(), "other")
+            assert there.desk.begun.index("other") < 500
+
+    run(live)
+
+
+def test_a_peer_that_shows_the_key_and_asks_nothing_is_dropped_soon() -> None:
+    """Not only after the time that one may be idle between two requests."""
+
+    async def live() -> None:
+        async with crowd(request_timeout_s=0.2, lease_s=600.0) as there:
+            silent = await there.client()._connect()
+            with pytest.raises(EOFError):
+                await silent.receive(timeout_s=30)
+
+    run(live)
 
 
 class Guest(Channel):

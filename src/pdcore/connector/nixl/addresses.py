@@ -10,7 +10,7 @@ import attrs
 
 from pdcore.errors import ConfigError
 
-__all__ = ["AllowedPeers", "is_loopback"]
+__all__ = ["AllowedPeers", "is_loopback", "is_unspecified"]
 
 
 def is_loopback(host: str) -> bool:
@@ -19,6 +19,14 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether a host stands for all addresses of a machine, such as ``0.0.0.0``."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
 

@@ -87,6 +87,11 @@ class Channel(asyncio.Protocol):
                 has_begun, deadline = True, self._loop.time() + timeout_s
         return decode(text)
 
+    async def wait_closed(self) -> None:
+        """Wait until the connection has ended."""
+        while not self._is_over:
+            await self._change(None)
+
     def allow_frames(self, max_frame_bytes: int) -> None:
         """Take frames of another size from now on."""
         self._max_frame_bytes = max_frame_bytes
@@ -152,15 +157,16 @@ class Channel(asyncio.Protocol):
         else:
             transport.resume_reading()
 
-    async def _change(self, deadline: float) -> None:
-        """Wait until something happened to the connection; raise `TimeoutError` at the deadline."""
+    async def _change(self, deadline: float | None) -> None:
+        """Wait until something happened to the connection; raise `TimeoutError` at a deadline."""
         waiter = self._loop.create_future()
-        timer = self._loop.call_at(deadline, _expire, waiter)
+        timer = None if deadline is None else self._loop.call_at(deadline, _expire, waiter)
         self._waiters.append(waiter)
         try:
             await waiter
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             self._waiters.remove(waiter)
 
     def _wake(self) -> None:

@@ -29,6 +29,11 @@ def must_reshape(
     Raises:
         HandshakeRefused: KV cannot be exchanged; the message says what differs.
     """
+    if not ours:
+        raise HandshakeRefused(
+            "this engine does not know its own KV memory: pass set_xfer_handshake_metadata what "
+            "each worker's get_handshake_metadata returned, before the first request"
+        )
     if their_block_size == our_block_size and _are_same(theirs, ours):
         return False
     their, our = _layouts(where, theirs), _layouts("this engine", ours)

@@ -8,7 +8,7 @@ import attrs
 
 from pdcore.checks import check_count, check_line, check_positive
 from pdcore.connector.nixl import checked
-from pdcore.connector.nixl.addresses import AllowedPeers, is_loopback
+from pdcore.connector.nixl.addresses import AllowedPeers, is_loopback, is_unspecified
 from pdcore.errors import ConfigError
 
 __all__ = ["NixlConfig"]
@@ -39,8 +39,8 @@ class NixlConfig:
         engine_id: names this engine to its peers; empty lets the connector make one.
         host: where the side channel listens.
         port: its port; 0 takes a free one.
-        advertised_host: what peers are told to connect to, when it is not ``host`` (for instance
-            because that is ``0.0.0.0``).
+        advertised_host: what peers are told to connect to, when it is not ``host``. Needed if that
+            stands for all interfaces (``0.0.0.0``).
         key: secret shared by all engines that may exchange KV, at least 16 bytes. Whoever has it
             can read and write the whole KV memory. Needed unless ``host`` is a loopback address.
             It keeps strangers out; it does not encrypt, so the network must be a trusted one.
@@ -51,7 +51,8 @@ class NixlConfig:
         request_timeout_s: how long a peer may take to answer one message.
         max_params_bytes: how large ``kv_transfer_params`` may be, as JSON.
         max_num_connections: how many peers' connections the side channel keeps at once; a further
-            one takes the place of one that is idle. As many more may not have shown the key yet.
+            one takes the place of one that is idle. As many more may wait for a place, and as many
+            may not have shown the key yet.
         max_connections_per_peer: how many it opens to one peer.
         load_poll_s: how often a loop that only waits for loads asks its workers all the same;
             they say when one ended, but what says it may get lost.
@@ -114,6 +115,11 @@ class NixlConfig:
         if not self.port < 65536:
             raise ConfigError(f"port={self.port}: pass 1..65535, or 0 for a free one")
         self._check_key()
+        if not self.advertised_host and is_unspecified(self.host):
+            raise ConfigError(
+                f"host={self.host!r} stands for all interfaces, and peers cannot connect to that: "
+                "pass advertised_host as well, the address that they are to be told"
+            )
         AllowedPeers(self.allowed_peers)
 
     def _check_key(self) -> None:

@@ -50,16 +50,10 @@ class Places:
             return False
         if self._idle and self._free.locked():
             self._dismiss(next(iter(self._idle)))
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._free.acquire()
-        except TimeoutError:
-            return False
-        finally:
-            self._num_waiting -= 1
-        self._busy.add(channel)
-        return True
+        has_place = await self._wait(channel, timeout_s)
+        if has_place:
+            self._busy.add(channel)
+        return has_place
 
     def rest(self, channel: Channel) -> bool:
         """A peer has been answered. Returns whether it may stay for its next request."""
@@ -82,6 +76,21 @@ class Places:
             self._idle.pop(channel, None)
             self._busy.discard(channel)
             self._free.release()
+
+    async def _wait(self, channel: Channel, timeout_s: float) -> bool:
+        """Take a free place, or the next one that is, as long as the one it is for is there."""
+        taking = asyncio.ensure_future(self._free.acquire())
+        leaving = asyncio.ensure_future(channel.wait_closed())
+        self._num_waiting += 1
+        try:
+            await asyncio.wait(
+                (taking, leaving), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            self._num_waiting -= 1
+            for task in (taking, leaving):
+                task.cancel()  # Of one that is done, that changes nothing.
+        return taking.done() and not taking.cancelled()
 
     def _dismiss(self, channel: Channel) -> None:
         # A request of it that is on its way is lost with the connection; its sender repeats it.

@@ -176,7 +176,8 @@ class NixlSchedulerConnector(SchedulerConnector):
         if not ranks or len(ranks) != len(metadata):
             raise ConfigError(
                 f"{len(metadata) - len(ranks)} of {len(metadata)} ranks sent no handshake "
-                "metadata: call register_kv_caches on every rank first"
+                "metadata: their worker half has no KV memory. Pass it to the rank's model runner "
+                "as connector=..., and start the executor first"
             )
         endpoints = tuple(handshake.endpoint for handshake in ranks)
         self._block_count.of_ranks(endpoint.region.num_blocks for endpoint in endpoints)

@@ -177,6 +177,8 @@ class SideChannelServer:
         request = await channel.receive(timeout_s=timeout_s)
         while True:
             await channel.send(await self._reply(request, sender), timeout_s=timeout_s)
+            # Its next request may be here already: let others have their turn before it.
+            await asyncio.sleep(0)
             if not self._places.rest(channel):
                 return
             request = await channel.receive(timeout_s=timeout_s, idle_s=idle_s)

@@ -273,7 +273,8 @@ class NixlWorkerConnector(WorkerConnector):
             raise ConfigError(
                 f"rank {self._rank} has blocks of {self._config.block_size} tokens and "
                 f"{caches.bytes_per_block} bytes, but its layout says rank {layout.tp_rank}, "
-                f"{layout.block_size} tokens and {layout.bytes_per_block} bytes"
+                f"{layout.block_size} tokens and {layout.bytes_per_block} bytes: make "
+                "NixlConfig.block_size and worker_side(rank=...) those of the model runner"
             )
 
     def _read_ended(self, result: ReadResult) -> None:

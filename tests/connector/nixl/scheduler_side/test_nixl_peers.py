@@ -70,6 +70,15 @@ def test_unlike_engines_are_refused_in_words(decode: Half, theirs: Any, words: s
         assert words in decode.failed[0].cause
 
 
+def test_an_engine_that_does_not_know_its_own_memory_says_so() -> None:
+    """What is missing is on this side, and the words say which call."""
+    with half() as prefill, half(handshakes=[]) as decode:
+        request = decode_request(prefill.ticket())
+        decode.load(request, decode.add(request))
+        decode.until_event()
+        assert "pass set_xfer_handshake_metadata what" in decode.failed[0].cause
+
+
 def test_unlike_block_sizes_are_refused(decode: Half) -> None:
     """A peer with another block size fails the load with both sizes."""
     with half(block_size=8) as prefill:

@@ -47,7 +47,16 @@ def test_a_key_is_needed_off_loopback() -> None:
         NixlConfig(block_size=4, host="0.0.0.0")
     with pytest.raises(ConfigError, match="at least 16"):
         NixlConfig(block_size=4, key=b"short")
-    assert NixlConfig(block_size=4, host="0.0.0.0", key=bytes(16)).host == "0.0.0.0"
+    assert NixlConfig(block_size=4, host="10.0.0.1", key=bytes(16)).host == "10.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_peers_are_told_an_address_that_they_can_connect_to(host: str) -> None:
+    """All interfaces are nothing that a ticket could name."""
+    with pytest.raises(ConfigError, match="pass advertised_host as well"):
+        NixlConfig(block_size=4, host=host, key=bytes(16))
+    config = NixlConfig(block_size=4, host=host, advertised_host="10.0.0.1", key=bytes(16))
+    assert config.advertised_host == "10.0.0.1"
 
 
 @pytest.mark.parametrize(

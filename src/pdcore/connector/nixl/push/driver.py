@@ -84,10 +84,7 @@ class PushDriver:
             num_blocks=num_blocks,
             was_cut=was_cut,
         )
-        try:
-            await self._say_until_heard(message)
-        except Exception:
-            logger.exception("%s could not be told of the end of a push", self._link.where)
+        await self._say_until_heard(message)
         self._tell(PushTold(uid=self._uid))
 
     async def _claim_and_keep(self) -> None:
@@ -132,11 +129,14 @@ class PushDriver:
                 await self._link.ask(message, Answer)
                 return
             except (HandshakeRefused, PeerLost) as error:
+                trouble: Exception = error
                 is_gone = isinstance(error, PeerRestarted)
                 if is_gone or (isinstance(error, HandshakeRefused) and not self._has_leave):
                     return
-                if self._clock.now() >= deadline:
-                    logger.warning("the end of a push could not be told: %s", error)
-                    return
+            except Exception as error:
+                trouble = error
+            if self._clock.now() >= deadline:
+                logger.warning("the end of a push could not be told: %r", trouble)
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
