@@ -162,6 +162,26 @@ def test_a12_who_would_not_be_let_in_displaces_nobody(others: str | None) -> Non
     engine.assert_idle()
 
 
+class AtMostOne(Priority):
+    """Lets nobody in beside another."""
+
+    def admit(self, request: Request, context: AdmissionContext) -> Admission:
+        return Admission.SKIP if context.num_running else Admission.ADMIT
+
+
+def test_a12_who_gives_way_is_not_counted_against_the_one_it_gives_way_to() -> None:
+    """A policy that is asked about a displacement sees those that will be running after it."""
+    engine = Engine(num_usable_blocks=200, policy=AtMostOne(displace=True), max_num_seqs=1)
+    engine.add("first", 4, max_tokens=8, priority=5)
+    engine.step()
+    engine.add("urgent", 4, priority=0)
+    engine.step()
+    assert engine.scheduler.status("first") is RequestStatus.PREEMPTED
+    engine.run()
+    engine.assert_as_if_alone()
+    engine.assert_idle()
+
+
 def test_a12_equal_priorities_never_displace_each_other() -> None:
     """A newcomer of the same priority waits, or two of them would swap for ever."""
     engine = Engine(num_usable_blocks=200, policy=Priority(displace=True), max_num_seqs=2)

@@ -48,6 +48,27 @@ def test_nothing_to_read_gives_the_ticket_back_once(
     assert decode.match(request, 0) == 0
 
 
+def test_a_link_that_nobody_uses_any_more_is_let_go(prefill: Half) -> None:
+    """With its last ticket's end it has no users; others have come for a while by then."""
+    clock = VirtualClock()
+    with half(clock=clock, idle_peer_timeout_s=5.0) as decode, half() as other:
+        links = decode.connector._parts.links
+        request = decode_request(prefill.ticket())
+        uid = decode.add(request)
+        (link,) = (entry.link for entry in links._entries.values())
+        decode.add(decode_request(prefill.ticket()))
+        assert link.num_users == 2
+        clock.advance(6.0)
+        decode.add(decode_request(other.ticket()))
+        assert len(links._entries) == 2
+        for number in (uid, uid + 1):
+            decode.end(request, number)
+        assert link.num_users == 0
+        clock.advance(6.0)
+        decode.add(decode_request(other.ticket()))
+        assert link not in [entry.link for entry in links._entries.values()]
+
+
 def test_an_abort_in_the_queue_gives_the_ticket_back(prefill: Half, decode: Half) -> None:
     """A request that ends before it is admitted frees P's blocks at once."""
     ticket = prefill.ticket()
