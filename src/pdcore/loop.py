@@ -5,11 +5,13 @@ Nothing else in the library calls them: copy one and change it when yours must d
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 import attrs
 import numpy as np
@@ -20,13 +22,37 @@ from pdcore.messages import ModelRunnerOutput, SchedulerOutput, StepResult, Tran
 from pdcore.runner.executor.base import Executor
 from pdcore.scheduler.base import RequestHandle, Scheduler
 
-__all__ = ["BatchQueue", "Waker", "step", "wait"]
+__all__ = ["BatchQueue", "Waker", "step", "uninterrupted", "wait"]
 
 _NOTHING = ModelRunnerOutput(
     rows=np.zeros(0, np.int32),
     epochs=np.zeros(0, np.int32),
     sampled_token_ids=np.zeros((0, 1), np.int32),
 )
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block.
+
+    A plan, or a result, that is written to half of the columns can neither be gone on with nor be
+    taken back. For the main thread, which alone is interrupted; elsewhere it does nothing. Costs
+    two system calls. Other signals whose handlers raise are not held back.
+    """
+    is_main = threading.get_ident() == threading.main_thread().ident
+    # None where a handler was set outside of Python, which could not be put back.
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *interrupt: came.append(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 def step(
@@ -48,18 +74,22 @@ def step(
     """
     model_output = _NOTHING
     try:
-        output = scheduler.schedule()
+        with uninterrupted():
+            output = scheduler.schedule()
         if not output.is_empty:
             forward = executor.execute_model(output, non_block=True)
             bitmask = scheduler.get_grammar_bitmask(output)
             forward.result()
             model_output = executor.sample_tokens(bitmask)
-        scheduler.abort_requests(aborts())
-        return scheduler.update_from_output(output, model_output)
+        unwanted = aborts()
+        with uninterrupted():
+            scheduler.abort_requests(unwanted)
+            return scheduler.update_from_output(output, model_output)
     except BaseException:
         report = getattr(model_output, "transfer_report", None)
-        for plan in reversed(scheduler.in_flight):
-            scheduler.abandon(plan, dispatched=True, transfer_report=report)
+        with uninterrupted():
+            for plan in reversed(scheduler.in_flight):
+                scheduler.abandon(plan, dispatched=True, transfer_report=report)
         raise
 
 
@@ -112,10 +142,10 @@ class BatchQueue:
 
     Whatever goes wrong, also Ctrl-C, empties the pipe: once the executor has done all that it was
     given, every plan is taken back, the newest first. No request is lost by it, and the next `step`
-    begins with what was taken back, unless the executor is dead. The exception is an interrupt that
-    comes inside `Scheduler.schedule` or `update_from_output`, whose columns are half written then:
-    it may leave a scheduler that must be thrown away. An application that goes on after Ctrl-C lets
-    its handler set a flag, and looks at that between two steps.
+    begins with what was taken back, unless the executor is dead. Ctrl-C waits while a plan is made
+    and a result is taken in (`uninterrupted`), and may cost the application the one `StepResult`
+    that was just made. Other signals whose handlers raise are not held back: one that hits the
+    scheduler leaves it half written, to be thrown away.
 
     Args:
         scheduler: what to run.
@@ -182,12 +212,13 @@ class BatchQueue:
         for plan in self._under_way:
             plan.settle()
         reports = {plan.output.step_id: plan.transfer_report for plan in self._under_way}
-        # The scheduler knows best: an interrupt may have come before a plan was queued here.
-        for output in reversed(self._scheduler.in_flight):
-            report = reports.get(output.step_id)
-            self._scheduler.abandon(output, dispatched=True, transfer_report=report)
-        self._under_way.clear()
-        self._is_broken = False
+        with uninterrupted():
+            # The scheduler knows best: an interrupt may have come before a plan was queued here.
+            for output in reversed(self._scheduler.in_flight):
+                report = reports.get(output.step_id)
+                self._scheduler.abandon(output, dispatched=True, transfer_report=report)
+            self._under_way.clear()
+            self._is_broken = False
 
     @contextmanager
     def _unwinding(self) -> Iterator[None]:
@@ -210,10 +241,13 @@ class BatchQueue:
 
     def _submit(self) -> bool:
         """Plan a step and give it to the executor; return whether it may be worth to plan on."""
-        output = self._scheduler.schedule()
-        if output.is_empty and self._under_way:
-            # Who is left waits for results under way.
-            self._scheduler.abandon(output)
+        with uninterrupted():
+            output = self._scheduler.schedule()
+            is_needless = output.is_empty and bool(self._under_way)
+            if is_needless:
+                # Who is left waits for results under way.
+                self._scheduler.abandon(output)
+        if is_needless:
             return False
         plan = _UnderWay(output)
         self._under_way.append(plan)
@@ -228,9 +262,11 @@ class BatchQueue:
     def _take_in_oldest(self) -> StepResult:
         plan = self._under_way[0]
         model_output = plan.result()
-        self._scheduler.abort_requests(self._aborts())
-        result = self._scheduler.update_from_output(plan.output, model_output)
-        self._under_way.popleft()
+        unwanted = self._aborts()
+        with uninterrupted():
+            self._scheduler.abort_requests(unwanted)
+            result = self._scheduler.update_from_output(plan.output, model_output)
+            self._under_way.popleft()
         return result
 
 

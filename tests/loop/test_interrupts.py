@@ -1,0 +1,166 @@
+"""Ctrl-C in the middle of a plan, or of a result: nothing is half written."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+from loop_engines import BLOCK_SIZE, NUM_BLOCKS, make_requests
+
+from pdcore import KVCacheManager, Limits, LRUBlockPool, UnifiedScheduler
+from pdcore.loop import BatchQueue, step, uninterrupted
+from pdcore.messages import StepResult
+from pdcore.runner.executor import InProcessExecutor
+from pdcore.testing import FakeKVRunner
+
+NUM_POINTS = 40
+
+
+class Interrupter:
+    """Counts lines of the scheduler and of the block manager, and sends SIGINT at one of them.
+
+    Args:
+        at: the line, counted from 0; -1 for none.
+    """
+
+    def __init__(self, at: int = -1) -> None:
+        self.num_lines = 0
+        self._at = at
+
+    def __enter__(self) -> Interrupter:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, _: object) -> Any:
+        name = frame.f_code.co_filename
+        is_ours = "pdcore/scheduler/" in name or "pdcore/kvcache/" in name
+        return self._line if is_ours else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            if self.num_lines == self._at:
+                signal.raise_signal(signal.SIGINT)
+            self.num_lines += 1
+        return self._line
+
+
+class Engine:
+    """A pool that is too small for all, so that requests give way to each other."""
+
+    def __init__(self, depth: int) -> None:
+        self.runner = FakeKVRunner(block_size=BLOCK_SIZE)
+        self.executor = InProcessExecutor(lambda: self.runner, num_blocks=NUM_BLOCKS)
+        self.executor.start()
+        self.scheduler = UnifiedScheduler(
+            KVCacheManager(LRUBlockPool(10, BLOCK_SIZE)),
+            limits=Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=100),
+        )
+        self.requests = make_requests(3, max_tokens=8)
+        for request in self.requests:
+            self.scheduler.add_request(request)
+        # What the scheduler says, since one result may be lost on its way to the application.
+        self.results: list[StepResult] = []
+        update = self.scheduler.update_from_output
+
+        def noted(*arguments: Any) -> StepResult:
+            self.results.append(update(*arguments))
+            return self.results[-1]
+
+        self.scheduler.update_from_output = noted  # type: ignore[method-assign]
+        self._queue = BatchQueue(self.scheduler, self.executor, depth=depth) if depth else None
+
+    def turn(self) -> None:
+        if self._queue is None:
+            step(self.scheduler, self.executor)
+        else:
+            self._queue.step()
+
+    def run(self) -> None:
+        while self.scheduler.has_requests():
+            self.turn()
+
+    def check(self) -> None:
+        """All have the tokens of their solo runs, and one end each; the pool is as it was."""
+        self.scheduler.check()
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in self.requests}
+        ends = []
+        for output in (output for result in self.results for output in result.outputs):
+            tokens[output.request_id] += output.new_token_ids
+            ends += [output.request_id] * (output.finish_reason is not None)
+        solo = {it.request_id: self.runner.solo_tokens(it) for it in self.requests}
+        assert tokens == solo
+        assert sorted(ends) == sorted(solo)
+        assert self.scheduler.stats().num_free_blocks == 9
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_interrupt_at_any_line_loses_nothing(depth: int) -> None:
+    """Of the scheduler's and of the block manager's: the loop raises it, and goes on."""
+
+    def interrupted_at(line: int) -> int:
+        engine = Engine(depth)
+        try:
+            with Interrupter(line) as interrupter:
+                try:
+                    while engine.scheduler.in_flight or engine.scheduler.has_requests():
+                        engine.turn()
+                except KeyboardInterrupt:
+                    assert line >= 0
+            engine.run()
+            engine.check()
+        finally:
+            engine.executor.close()
+        return interrupter.num_lines
+
+    num_lines = interrupted_at(-1)
+    assert num_lines > 100 * NUM_POINTS
+    for point in range(NUM_POINTS):
+        interrupted_at(point * num_lines // NUM_POINTS)
+
+
+def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
+    """Once, however often it came; and the handler is what it was."""
+    handler = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def go_on() -> None:
+        with uninterrupted():
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+                seen.append("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on()
+    assert seen == ["went on"] * 2
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_other_threads_and_ignored_interrupts_are_left_alone() -> None:
+    """Only the main thread may set handlers, and one that does nothing need not wait."""
+    raised: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            with uninterrupted():
+                pass
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert raised == []
