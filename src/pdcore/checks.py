@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pdcore.errors import ConfigError
 
 __all__ = [
+    "check_all_ranks",
+    "check_block_size",
     "check_choice",
     "check_count",
     "check_flag",
@@ -23,6 +25,8 @@ __all__ = [
 ]
 
 _MAX_LINE = 256
+
+_T = TypeVar("_T")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
@@ -62,6 +66,26 @@ def check_pool_fits(num_pool_blocks: int, num_blocks: int, *, where: str) -> Non
             f"the scheduler's block pool has {num_pool_blocks} blocks, but {where} has "
             f"{num_blocks}: give LRUBlockPool the num_blocks of the workers' KVCacheConfig"
         )
+
+
+def check_block_size(setting: str, block_size: int, pool_block_size: int) -> None:
+    """Raise `ConfigError` unless a connector has the pool's block size; ``setting`` names its."""
+    if block_size != pool_block_size:
+        raise ConfigError(
+            f"{setting}={block_size}, but the scheduler's block pool has blocks of "
+            f"{pool_block_size} tokens: make them equal"
+        )
+
+
+def check_all_ranks(metadata: Sequence[_T | None], *, mend: str) -> list[_T]:
+    """What every rank sent as handshake metadata; raises `ConfigError` if one sent none."""
+    ranks = [handshake for handshake in metadata if handshake is not None]
+    if not ranks or len(ranks) != len(metadata):
+        raise ConfigError(
+            f"{len(metadata) - len(ranks)} of {len(metadata)} ranks sent no handshake metadata: "
+            f"{mend}"
+        )
+    return ranks
 
 
 def check_line(name: str, value: Any, *, may_be_empty: bool = False) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from pdcore.checks import check_block_size
 from pdcore.clock import Clock
 from pdcore.connector.base import (
     ConnectorEvents,
@@ -23,7 +24,7 @@ from pdcore.connector.loopback.ticket import LoopbackTicket
 from pdcore.connector.stats import ConnectorStats
 from pdcore.connector.ticket_contents import prompt_digest
 from pdcore.connector.tickets import asks_for_hand_over
-from pdcore.errors import ConfigError, InvalidTransferParams
+from pdcore.errors import InvalidTransferParams
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
 from pdcore.request import FinishReason, Request
@@ -77,11 +78,7 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         self._engine.notify = notify
 
     def bind_kv_manager(self, manager: KVCacheManager) -> None:
-        if manager.block_size != self._block_size:
-            raise ConfigError(
-                f"LoopbackConnector has block_size={self._block_size}, but the scheduler's block "
-                f"pool has blocks of {manager.block_size} tokens: make them equal"
-            )
+        check_block_size("LoopbackConnector has block_size", self._block_size, manager.block_size)
         self._engine.block_count.of_pool(manager.pool.num_blocks)
 
     def recognizes(self, params: Mapping[str, Any]) -> bool:

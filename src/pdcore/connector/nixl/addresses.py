@@ -15,20 +15,22 @@ __all__ = ["AllowedPeers", "is_loopback", "is_unspecified"]
 
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine by definition. Resolves no names."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = _as_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def is_unspecified(host: str) -> bool:
     """Whether a host stands for all addresses of a machine, such as ``0.0.0.0``."""
+    address = _as_address(host)
+    return address is not None and address.is_unspecified
+
+
+def _as_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """A host as the address that it is; None for a name."""
     try:
-        return ipaddress.ip_address(host).is_unspecified
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None
 
 
 @attrs.frozen
@@ -48,9 +50,8 @@ class _Pattern:
     def matches(self, host: str, port: int) -> bool:
         if self.port is not None and self.port != port:
             return False
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
+        address = _as_address(host)
+        if address is None:
             return self.network is None and fnmatch.fnmatchcase(host, self.host)
         # A name pattern such as "10.*" never matches an address: it would match the name
         # "10.evil.example" as well. Networks say what is meant: "10.0.0.0/8".

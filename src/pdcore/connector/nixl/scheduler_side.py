@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from pdcore.checks import check_all_ranks, check_block_size
 from pdcore.clock import Clock
 from pdcore.connector.base import (
     ConnectorEvents,
@@ -158,11 +159,7 @@ class NixlSchedulerConnector(SchedulerConnector):
     def bind_kv_manager(self, manager: KVCacheManager) -> None:
         """Raises `ConfigError` if its pool has other blocks than `NixlConfig.block_size` says, or
         more of them than a rank."""
-        if manager.block_size != self._config.block_size:
-            raise ConfigError(
-                f"NixlConfig.block_size={self._config.block_size}, but the scheduler's block pool "
-                f"has blocks of {manager.block_size} tokens: make them equal"
-            )
+        check_block_size("NixlConfig.block_size", self._config.block_size, manager.block_size)
         self._block_count.of_pool(manager.pool.num_blocks)
 
     def set_xfer_handshake_metadata(self, metadata: list[WorkerHandshake | None]) -> None:
@@ -172,13 +169,11 @@ class NixlSchedulerConnector(SchedulerConnector):
             ConfigError: a rank has not registered its KV memory, or has fewer blocks than the
                 scheduler's pool.
         """
-        ranks = [handshake for handshake in metadata if handshake is not None]
-        if not ranks or len(ranks) != len(metadata):
-            raise ConfigError(
-                f"{len(metadata) - len(ranks)} of {len(metadata)} ranks sent no handshake "
-                "metadata: their worker half has no KV memory. Pass it to the rank's model runner "
-                "as connector=..., and start the executor first"
-            )
+        ranks = check_all_ranks(
+            metadata,
+            mend="their worker half has no KV memory. Pass it to the rank's model runner as "
+            "connector=..., and start the executor first",
+        )
         endpoints = tuple(handshake.endpoint for handshake in ranks)
         self._block_count.of_ranks(endpoint.region.num_blocks for endpoint in endpoints)
         self._parts.links.endpoints = endpoints

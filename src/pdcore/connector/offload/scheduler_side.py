@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.checks import check_all_ranks
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import (
     ConnectorEvents,
@@ -112,12 +113,7 @@ class OffloadSchedulerConnector(SchedulerConnector):
         manager.pool.subscribe(self._committed)
 
     def set_xfer_handshake_metadata(self, metadata: list[OffloadHandshake | None]) -> None:
-        ranks = [handshake for handshake in metadata if handshake is not None]
-        if not ranks or len(ranks) < len(metadata):
-            raise ConfigError(
-                f"{len(metadata) - len(ranks)} of {len(metadata)} ranks sent no handshake metadata:"
-                " initialise the model runner of every rank first"
-            )
+        ranks = check_all_ranks(metadata, mend="initialise the model runner of every rank first")
         self._block_count.of_ranks(handshake.num_blocks for handshake in ranks)
         self._catalog = Catalog(ranks)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import attrs
 import pytest
@@ -19,20 +18,6 @@ from pdcore.connector.nixl.notices import NoticeKind, NoticeSender
 from pdcore.errors import ConfigError
 from pdcore.messages import TransferKey, TransferReport
 from pdcore.request import Request
-
-
-@pytest.fixture
-def prefill() -> Iterator[Half]:
-    """A prefill engine."""
-    with half() as made:
-        yield made
-
-
-@pytest.fixture
-def decode() -> Iterator[Half]:
-    """A decode engine that loses patience soon."""
-    with half(request_timeout_s=1.0) as made:
-        yield made
 
 
 def reading(prefill: Half, decode: Half) -> tuple[Request, int, KVLoad]:
