@@ -24,15 +24,16 @@ def main() -> None:
         name = "caching" if caching else "no caching"
         for n in arguments.sizes:
             settings = {"n": n, "caching": caching, "prompt": 32, "seed": arguments.seed}
-            # A multiple of the block size, so that the mean is over whole cycles.
-            settings["steps"] = 256 if n <= 64 else 64 if n <= 1024 else 32
+            # A multiple of the block size, so that the mean is over whole cycles; and many, since a
+            # processor that has just waited for its turn takes milliseconds to be fast again.
+            settings["steps"] = 2048 if n <= 16 else 512 if n <= 256 else 128 if n <= 1024 else 64
             cases.append(
                 Case(
                     label=f"decode, {name}, N={n}", task="decode", settings=settings, variants=VLLM
                 )
             )
     for n in CHURN_SIZES:
-        settings = {"n": n, "caching": True, "prompt": 128, "steps": 64, "seed": arguments.seed}
+        settings = {"n": n, "caching": True, "prompt": 128, "steps": 128, "seed": arguments.seed}
         cases.append(
             Case(label=f"churn, caching, N={n}", task="churn", settings=settings, variants=VLLM)
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +26,8 @@ from pdcore import (
 )
 from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import BatchQueue, step
+from pdcore.messages import ModelRunnerOutput
+from pdcore.scheduler import GrammarBackend, GrammarMatcher
 from pdcore.testing import FakeKVRunner
 from pipeline_simulation import PipelinedPDEngine, PipelinedSimulation
 from simulated_executors import TimedExecutor
@@ -56,6 +61,63 @@ def test_prefill_and_decode_apart_may_both_be_pipelined(random: Random, depth: i
     """A bad wire and failing steps on both sides end in solo tokens or a cause."""
     simulation = PDSimulation(random, depth=depth, make_engine=PipelinedPDEngine)
     simulation.run(num_requests=random.randint(1, 12))
+
+
+class Ready(GrammarBackend):
+    """Every grammar is compiled at once, and allows everything."""
+
+    vocab_size = 64
+
+    def compile(self, request: Request) -> Future[GrammarMatcher]:
+        future: Future[GrammarMatcher] = Future()
+        future.set_result(AnyToken())
+        return future
+
+
+class AnyToken(GrammarMatcher):
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
+        bits[:] = -1
+
+
+@lives
+@given(random=randoms)
+def test_plans_and_results_may_take_turns_in_any_rhythm(random: Random) -> None:
+    """Long quiet stretches of one step at a time, and bursts of several: audited after each call.
+
+    A structured request is never planned before its last token is in.
+    """
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
+    pool = LRUBlockPool(64, random.choice((4, 16)))
+    scheduler = UnifiedScheduler(KVCacheManager(pool), limits=limits, grammar=Ready())
+    lengths = {f"r{index}": random.randint(1, 60) for index in range(random.randint(1, 4))}
+    for name, max_tokens in lengths.items():
+        structured = {"structured_output": "any"} if random.random() < 0.3 else {}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **structured)
+        prompt = [random.randrange(64) for _ in range(random.randint(1, 40))]
+        scheduler.add_request(Request(name, prompt, sampling=sampling))
+    produced = dict.fromkeys(lengths, 0)
+    is_hasty = False
+    while scheduler.has_requests():
+        is_hasty ^= random.random() < 0.05
+        under_way = scheduler.in_flight
+        if not under_way or (is_hasty and len(under_way) < 3 and random.random() < 0.5):
+            output = scheduler.schedule()
+            bitmask = scheduler.get_grammar_bitmask(output)
+            constrained = set() if bitmask is None else set(bitmask.rows.tolist())
+            for plan in under_way:
+                assert constrained.isdisjoint(plan.rows[plan.samples].tolist())
+        else:
+            output = under_way[0]
+            rows, epochs = output.rows[output.samples], output.epochs[output.samples]
+            tokens = np.full((rows.size, 1), random.randrange(64), np.int32)
+            result = ModelRunnerOutput(rows=rows, epochs=epochs, sampled_token_ids=tokens)
+            for event in scheduler.update_from_output(output, result).outputs:
+                produced[event.request_id] += len(event.new_token_ids)
+        scheduler.check()
+    assert produced == lengths
 
 
 NUM_STEPS = 60

@@ -66,12 +66,12 @@ def drawn(output: SchedulerOutput) -> ModelRunnerOutput:
 def test_a_step_in_which_no_row_changes_state_costs_the_same_calls_for_any_number(
     caching: bool,
 ) -> None:
-    """4 requests or 200: the same calls, and few."""
+    """4 requests or 200: the same calls, and few, fewer still once the steps ahead are known."""
     few, many = Counted(4, caching=caching), Counted(200, caching=caching)
-    for _ in range(5):
-        few_calls, many_calls = few.step(), many.step()
-        assert few_calls == many_calls
-        assert few_calls <= 95
+    few_calls = [few.step() for _ in range(5)]
+    assert few_calls == [many.step() for _ in range(5)]
+    assert max(few_calls) <= 98
+    assert max(few_calls[2:]) <= 80
 
 
 def test_a_step_in_which_rows_fill_a_block_costs_a_constant_for_each() -> None:

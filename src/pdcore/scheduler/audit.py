@@ -54,6 +54,7 @@ def _audit_batch(core: Core) -> None:
     ids = [table.state(row).request_id for row in rows.tolist()]
     faults = {
         "is_level": table.is_level and (lacking != 1).any(),
+        "num_calm_steps": table.is_level and table.num_calm_steps > _num_calm_steps(core),
         "the batch's rows": batch.rows.tolist() != rows.tolist(),
         "the batch's epochs": batch.epochs.tolist() != table.epoch[rows].tolist(),
         "the batch's request ids": batch.request_ids != ids,
@@ -65,6 +66,17 @@ def _audit_batch(core: Core) -> None:
     wrong = [name for name, is_wrong in faults.items() if is_wrong]
     if wrong:
         raise InvariantBroken(f"the table of running requests is wrong about {', '.join(wrong)}")
+
+
+def _num_calm_steps(core: Core) -> int:
+    """How many steps of a token each follow in which no row needs a block, fills one or ends."""
+    table, tables = core.table, core.manager.tables
+    rows, block_size = table.running, table.block_size
+    computed = table.num_computed[rows]
+    to_need = tables.num_blocks[rows] * block_size - computed
+    to_fill = block_size - 1 - computed % block_size
+    to_limit = table.limit[rows] - computed - 1
+    return int(np.min((to_need, to_fill, to_limit), initial=block_size))
 
 
 def _audit_keys(core: Core) -> None:

@@ -69,9 +69,11 @@ class Commit:
         rows, tokens = model_output.rows, model_output.sampled_token_ids[:, 0]
         batch = table.batch_of(output.rows)
         departed: list[tuple[RequestState, int]] = []
+        is_calm = False
         if batch is not None and is_in_order and rows.size == batch.rows.size:
             # Every row drew, and still has the tenant that it drew for.
             request_ids, at, index = batch.request_ids.copy(), batch.at, batch.index
+            is_calm = table.num_calm_steps > 0
         else:
             at = rows.astype(np.intp)
             current = table.epoch[at] == model_output.epochs
@@ -79,12 +81,12 @@ class Commit:
                 departed = self._departed(model_output, ~current)
                 at, tokens = at[current], tokens[current]
             request_ids, index = table.request_ids[at].tolist(), at
-        num_tokens = self._append(index, at, tokens)
+        num_tokens = self._append(index, at, tokens, is_calm=is_calm)
         if output.step_id <= self._newest_step:
             self._publish(at, output.step_id)
         self._newest_step = core.step_id
         core.manager.pool.commit(output.step_id)
-        reasons = self._finish_reasons(index, at, tokens, num_tokens)
+        reasons = self._finish_reasons(index, at, tokens, num_tokens, is_calm=is_calm)
         finished = self._finish_all(at, tokens, reasons) if any_set(reasons != 0) else {}
         result = StepResult(
             step_id=output.step_id,
@@ -110,8 +112,11 @@ class Commit:
                 departed.append((state, token))
         return departed
 
-    def _append(self, index: Index, rows: Rows, tokens: Int32Array) -> Rows:
-        """Add one token to each row; return how many each has now."""
+    def _append(self, index: Index, rows: Rows, tokens: Int32Array, *, is_calm: bool) -> Rows:
+        """Add one token to each row; return how many each has now.
+
+        ``is_calm`` says that none of them fills a block.
+        """
         table = self._core.table
         before = table.num_tokens[index]
         place = before % table.block_size_array
@@ -119,19 +124,23 @@ class Commit:
         num_tokens: Rows = before + _ONE
         table.num_tokens[index] = num_tokens
         table.num_in_flight[index] -= _ONE
-        filled = place == table.last_slot_array
-        if any_set(filled):
-            table.flush_full(rows[filled])
+        if not is_calm:
+            filled = place == table.last_slot_array
+            if any_set(filled):
+                table.flush_full(rows[filled])
         return num_tokens
 
     def _finish_reasons(
-        self, index: Index, rows: Rows, tokens: Int32Array, num_tokens: Rows
+        self, index: Index, rows: Rows, tokens: Int32Array, num_tokens: Rows, *, is_calm: bool
     ) -> npt.NDArray[np.int8]:
-        """For each row why it ends with its new token, or 0."""
+        """For each row why it ends with its new token, or 0.
+
+        ``is_calm`` says that none of them reaches its limit.
+        """
         table = self._core.table
         reasons = np.zeros(rows.size, np.int8)
-        at_limit = num_tokens >= table.limit[index]
-        if any_set(at_limit):
+        at_limit = None if is_calm else num_tokens >= table.limit[index]
+        if at_limit is not None and any_set(at_limit):
             reasons[at_limit] = [
                 _CAPACITY if table.state(row).limited_by_pool else _LENGTH
                 for row in rows[at_limit].tolist()

@@ -13,6 +13,7 @@ from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import RunningView, SchedulingPolicy
 from pdcore.scheduler.publishing import publish_filled
+from pdcore.scheduler.table import RunningBatch
 
 __all__ = ["RunningPass", "running_view"]
 
@@ -49,12 +50,14 @@ class RunningPass:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._has_chunk_hook = type(core.policy).chunk is not SchedulingPolicy.chunk
+        self._was_calm = False
 
     def run(self, plan: Plan) -> None:
         """Fill in ``plan.rows`` and ``plan.num_tokens`` and advance those rows' counters."""
         core, table, manager = self._core, self._core.table, self._core.manager
         if not len(table) or self._take_a_token_each(plan):
             return
+        table.num_calm_steps = 0
         rows = table.batch.at
         want = self._wanted(rows)
         if self._has_chunk_hook and any_set(want > 1):
@@ -85,24 +88,44 @@ class RunningPass:
 
     def _take_a_token_each(self, plan: Plan) -> bool:
         """Plan a decode step for everybody, if that is all there is to plan: most steps are so."""
-        core, table, manager = self._core, self._core.table, self._core.manager
+        core, table = self._core, self._core.table
         batch = table.batch
         num_rows = batch.at.size
-        if not table.is_level or num_rows > plan.token_budget or manager.sliding_window is not None:
+        if (
+            not table.is_level
+            or num_rows > plan.token_budget
+            or core.manager.sliding_window is not None
+        ):
             return False
+        if table.num_calm_steps and not core.in_flight:
+            table.num_calm_steps -= 1
+        elif not self._tend(plan, batch):
+            return False
+        plan.rows, plan.num_tokens = batch.at, batch.ones
+        plan.token_budget -= num_rows
+        return True
+
+    def _tend(self, plan: Plan, batch: RunningBatch) -> bool:
+        """Give rows the blocks that they need for one more token, and publish those they fill.
+
+        Returns:
+            False, and has done nothing, if there is more to decide than that.
+        """
+        core, table, manager = self._core, self._core.table, self._core.manager
+        table.num_calm_steps = 0
         computed = table.num_computed[batch.index]
         if core.in_flight and (
             table.num_with_matcher or any_set(computed + _ONE >= table.limit[batch.index])
         ):
             return False
+        is_calm = True
         full = manager.tables.full_rows(batch.index, computed)
         if any_set(full):
             growing = batch.at[full]
             if growing.size > manager.pool.num_free_blocks:
                 return False
             plan.deltas.append(manager.tables.add_blocks(growing))
-        plan.rows, plan.num_tokens = batch.at, batch.ones
-        plan.token_budget -= num_rows
+            is_calm = False
         if manager.enable_prefix_caching:
             known = computed + _ONE
             if core.in_flight:
@@ -110,6 +133,12 @@ class RunningPass:
             filling = manager.tables.filling(batch.index, known)
             if any_set(filling):
                 publish_filled(core, batch.at[filling], known[filling], step=plan.step_id)
+                is_calm = False
+        if is_calm and self._was_calm and not core.in_flight:
+            # Looking ahead costs as much as it saves in a step. Where rows fill their blocks at
+            # all times, two steps without one are seldom, and so is a third.
+            table.look_ahead(batch, computed)
+        self._was_calm = is_calm
         return True
 
     def _wanted(self, rows: Rows) -> Rows:

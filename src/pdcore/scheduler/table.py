@@ -87,7 +87,8 @@ class RequestTable:
     partial or just full: token ``p`` of a row at ``tail[row, p % block_size]``.
 
     While ``is_level``, every row lacks exactly one token: the last plan took them all as far as
-    they were known.
+    they were known. The next ``num_calm_steps`` steps of a token each are known to need no block,
+    fill none and reach no limit, nor do the results before them.
 
     Args:
         num_rows: how many there are.
@@ -140,6 +141,7 @@ class RequestTable:
         self._num_scheduled = _frozen(np.ones(num_rows, np.int32))
         self._all_sample = _frozen(np.ones(num_rows, np.bool_))
         self.is_level = False
+        self.num_calm_steps = 0
 
     def __len__(self) -> int:
         return self._num_running
@@ -257,6 +259,19 @@ class RequestTable:
         for row in reversed(rows):
             self.release(row)
 
+    def look_ahead(self, batch: RunningBatch, computed: Rows) -> None:
+        """Count the calm steps that follow one in which no row gets a block or fills one.
+
+        Args:
+            batch: all running rows, which are level; no step is in flight.
+            computed: int64, for each the tokens computed before the step.
+        """
+        # A block is full when the last but one of its tokens is computed before a step.
+        places = computed % self.block_size_array
+        to_full = self.block_size - 2 - places.max().item()
+        to_limit = (self.limit[batch.index] - computed).min().item() - 2
+        self.num_calm_steps = max(min(to_full, to_limit), 0)
+
     def flush(self, row: int) -> None:
         """Move the tokens that are only in the tail buffer into the request's sequence."""
         sequence, end = self.state(row).sequence, self.num_tokens.item(row)
@@ -288,14 +303,18 @@ class RequestTable:
         free = np.array(self._free, np.int32).tobytes()
         return b"".join([*(column.tobytes() for column in columns), *tails, refresh, free])
 
-    def _attach(self, rows: list[int], states: list[RequestState]) -> None:
+    def _forget_batch(self) -> None:
         self._batch = None
+        self.num_calm_steps = 0
+
+    def _attach(self, rows: list[int], states: list[RequestState]) -> None:
+        self._forget_batch()
         for row, state in zip(rows, states, strict=True):
             self.states[row] = state
             state.row = row
 
     def _detach(self, rows: list[int]) -> None:
-        self._batch = None
+        self._forget_batch()
         for row in rows:
             self.state(row).row = -1
             self.states[row] = None
