@@ -90,7 +90,8 @@ def test_plans_and_results_may_take_turns_in_any_rhythm(random: Random) -> None:
     A structured request is never planned before its last token is in.
     """
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
-    pool = LRUBlockPool(64, random.choice((4, 16)))
+    block_size = random.choice((1, 2, 4, 16))
+    pool = LRUBlockPool(512 // block_size, block_size)
     scheduler = UnifiedScheduler(KVCacheManager(pool), limits=limits, grammar=Ready())
     lengths = {f"r{index}": random.randint(1, 60) for index in range(random.randint(1, 4))}
     for name, max_tokens in lengths.items():

@@ -8,12 +8,16 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.masks import all_set
+
 __all__ = ["EvictionOrder", "LRUOrder"]
 
 Blocks = npt.NDArray[np.intp]
 Undo = Callable[[], None]
 
 _LEAST_CAPACITY = 64
+_LEAST_RUN = 8
+"""Entries that are looked at together at least, since some may be stale."""
 
 
 class EvictionOrder(ABC):
@@ -59,6 +63,8 @@ class LRUOrder(EvictionOrder):
     def __init__(self, num_blocks: int) -> None:
         self._ring = np.zeros(_LEAST_CAPACITY, np.int32)
         self._mask = self._ring.size - 1
+        # The ring's places in order: a slice of these is what numpy would have to count out.
+        self._places = np.arange(_LEAST_CAPACITY, dtype=np.int32)
         # Of blocks that are not in the order: -1.
         self._place = np.full(num_blocks, -1, np.int32)
         # Both only go up; the place of an entry is its number within the ring's size.
@@ -73,11 +79,11 @@ class LRUOrder(EvictionOrder):
         undo_compaction = self._make_room(ids.size)
         tail, start = self._tail, self._tail & self._mask
         end = start + ids.size
-        places = np.arange(start, end)
         if end <= self._ring.size:
+            places = self._places[start:end]
             self._ring[start:end] = ids
         else:
-            places &= self._mask
+            places = np.arange(start, end, dtype=np.int32) & self._mask
             self._ring[places] = ids
         self._place[ids] = places
         self._tail += ids.size
@@ -103,13 +109,17 @@ class LRUOrder(EvictionOrder):
         found: list[Blocks] = []
         missing = n
         while missing:
-            window, candidates, is_live = self._entries(
-                self._head, min(self._head + max(missing, 8), self._tail)
-            )
-            live = is_live.nonzero()[0][:missing]
-            found.append(candidates[live])
+            candidates, is_live = self._entries(self._head, max(missing, _LEAST_RUN))
+            if all_set(is_live):
+                live = candidates[:missing]
+                num_seen = live.size
+            else:
+                at = is_live.nonzero()[0][:missing]
+                live = candidates[at]
+                num_seen = candidates.size if live.size < missing else int(at[-1]) + 1
+            found.append(live)
             missing -= live.size
-            self._head = int(window[-1 if missing else live[-1]]) + 1
+            self._head += num_seen
         ids = found[0] if len(found) == 1 else np.concatenate(found)
         places = self._place[ids]
         self._place[ids] = -1
@@ -121,16 +131,23 @@ class LRUOrder(EvictionOrder):
         return contained
 
     def ids(self) -> Blocks:
-        _, candidates, is_live = self._entries(self._head, self._tail)
-        live: Blocks = candidates[is_live]
-        return live
+        live = [np.zeros(0, np.intp)]
+        start = self._head
+        while start < self._tail:
+            candidates, is_live = self._entries(start, self._tail - start)
+            live.append(candidates[is_live])
+            start += candidates.size
+        return np.concatenate(live)
 
-    def _entries(self, start: int, end: int) -> tuple[Blocks, Blocks, npt.NDArray[np.bool_]]:
-        """The numbers of a run of entries, their blocks, and which of them are not stale."""
-        window = np.arange(start, end)
-        places = window & self._mask
-        candidates = self._ring[places].astype(np.intp)
-        return window, candidates, self._place[candidates] == places
+    def _entries(self, start: int, n: int) -> tuple[Blocks, npt.NDArray[np.bool_]]:
+        """A run of at most ``n`` entries, up to the ring's end: blocks, and which are not stale.
+
+        What lies behind the last one counts as stale.
+        """
+        first = start & self._mask
+        end = min(first + n, self._ring.size)
+        candidates = self._ring[first:end].astype(np.intp)
+        return candidates, self._place[candidates] == self._places[first:end]
 
     def _put_back(self, ids: Blocks, places: npt.NDArray[np.int32], head: int) -> None:
         # The ring's entries may have been reused since, so the ids are written again.
@@ -149,9 +166,11 @@ class LRUOrder(EvictionOrder):
         capacity = 1 << (2 * (live.size + n) - 1).bit_length()
         self._ring = np.zeros(max(capacity, _LEAST_CAPACITY), np.int32)
         self._mask = self._ring.size - 1
+        if self._places.size < self._ring.size:
+            self._places = np.arange(self._ring.size, dtype=np.int32)
         self._head, self._tail = 0, live.size
         self._ring[: live.size] = live
-        self._place[live] = np.arange(live.size)
+        self._place[live] = self._places[: live.size]
 
         def undo() -> None:
             self._ring, self._mask, self._head, self._tail = before

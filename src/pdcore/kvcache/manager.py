@@ -14,7 +14,6 @@ from pdcore.kvcache.prefix import PrefixHasher
 from pdcore.kvcache.sequence import TokenSequence
 from pdcore.kvcache.spec import KVCacheSpec
 from pdcore.kvcache.tables import BlockTables
-from pdcore.rows import index_of
 
 __all__ = ["KVCacheManager", "PrefixHit"]
 
@@ -22,6 +21,8 @@ BlockIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.intp]
 
 _NO_BLOCKS = np.zeros(0, np.int32)
+# An array, since numpy adds it faster than one of Python's integers.
+_ONE = np.array(1, np.int64)
 
 
 @attrs.frozen(eq=False)
@@ -263,17 +264,19 @@ class KVCacheManager:
         ids: list[BlockIds] = []
         keys: list[bytes] = []
         parents: list[bytes | None] | None = [] if self.pool.reports_events else None
-        afters = [end // self.block_size for end in num_tokens]
-        for of_row, sequence, before, after in zip(blocks, sequences, befores, afters, strict=True):
+        for row, of_row, sequence, before, end in zip(
+            rows, blocks, sequences, befores, num_tokens, strict=True
+        ):
+            after = end // self.block_size
             if after > before:
                 if len(sequence.keys) < after:
                     self._extend_keys(sequence)
+                self.tables.num_published[row] = after
                 ids.append(of_row[before:after])
                 keys += sequence.keys[before:after]
                 if parents is not None:
                     parents += _parents(sequence, before, after)
         if ids:
-            self.tables.num_published[index_of(rows)] = list(map(max, befores, afters))
             at_once = ids[0] if len(ids) == 1 else np.concatenate(ids)
             self.pool.publish(at_once, keys, step, parents=parents)
 
@@ -294,6 +297,7 @@ class KVCacheManager:
     def publish_tails(
         self,
         rows: Rows,
+        positions: Rows,
         sequences: list[TokenSequence],
         tails: npt.NDArray[np.int32],
         *,
@@ -305,11 +309,11 @@ class KVCacheManager:
 
         Args:
             rows: rows of which exactly one full block has no key.
+            positions: int64 (n,), its place among each row's blocks.
             sequences: theirs.
             tails: int32 (n, block_size), the tokens of that block.
             step: the step that fills it.
         """
-        positions = self.tables.num_published[rows]
         before = [it.keys[-1] if it.keys else self._last_key(it) for it in sequences]
         keys = self.hasher.each(before, tails, positions)
         parents = None
@@ -318,7 +322,7 @@ class KVCacheManager:
         for sequence, key in zip(sequences, keys, strict=True):
             sequence.keys.append(key)
         self.pool.publish(self.tables.block_table[rows, positions], keys, step, parents=parents)
-        self.tables.num_published[rows] = positions + 1
+        self.tables.num_published[rows] = positions + _ONE
         self.tables.record(lambda: self.tables.num_published.__setitem__(rows, positions))
 
     def publish_loaded(self, block_ids: BlockIds, sequence: TokenSequence, *, start: int) -> None:

@@ -74,15 +74,17 @@ class LRUBlockPool(BlockPool):
         if not isinstance(n, _INTEGERS) or n < 0:
             raise BlockMisuse(f"allocate({n!r}): pass how many blocks, an integer >= 0")
         n, num_plain = int(n), self._num_free
-        if n > num_plain:
+        if n <= num_plain:
+            ids = self._pop_free(n)
+            at = ids.astype(np.intp)
+        else:
             if n > self.num_free_blocks:
                 raise OutOfBlocks(n, self.num_free_blocks)
             # Evicting comes first: an eviction order of somebody else's may raise.
-            evicted = self._evict(n - num_plain)
-            ids = np.concatenate((self._pop_free(num_plain), evicted))
-        else:
-            ids = self._pop_free(n)
-        at = ids.astype(np.intp)
+            at = self._evict(n - num_plain)
+            if num_plain:
+                at = np.concatenate((self._pop_free(num_plain), at))
+            ids = at.astype(np.int32)
         self._refs.give(at)
         self._generation[at] += _ONE
         if self._step is not None:
@@ -346,7 +348,7 @@ class LRUBlockPool(BlockPool):
             self._record(undo)
         return ids
 
-    def _evict(self, n: int) -> BlockIds:
+    def _evict(self, n: int) -> Blocks:
         at, undo = self._evictable.pop(n)
         if at.size != n:
             undo()
@@ -356,7 +358,7 @@ class LRUBlockPool(BlockPool):
             )
         self._record(undo)
         self._record(self._keys.forget(at))
-        return at.astype(np.int32)
+        return at
 
     def _give_back(self, at: Blocks) -> None:
         """Blocks that just lost their last owner become evictable, or free without a key."""

@@ -22,6 +22,8 @@ _KEY = f"V{8 * _NUM_LANES}"
 # An array, since numpy shifts by it faster than by a number.
 _HALF = np.array(32, np.uint64)
 _POSITIONS_AT_ONCE = 1024
+_MAX_PADDING = 64
+"""How many blocks of padding a sequence is worth: about what it costs by itself."""
 
 
 class PrefixHasher:
@@ -113,29 +115,25 @@ class PrefixHasher:
             roots: the root of each one's domain.
             tokens: int32 (n,), the start of each.
         """
-        if type(self).chain is not PrefixHasher.chain:
-            runs = zip(roots, tokens, strict=True)
-            return [self.chain(root, run, start=0) for root, run in runs]
         size = self.block_size
         counts = [run.size // size for run in tokens]
-        if not any(counts):
-            return [[] for _ in counts]
-        whole = np.concatenate([run[: n * size] for run, n in zip(tokens, counts, strict=True)])
-        self._reach(max(counts))
-        sums = self._digests(whole.reshape(-1, size))
-        ends = np.cumsum(counts)
-        starts = ends - counts
-        sums *= self._weights[np.arange(len(sums)) - np.repeat(starts, counts)]
-        np.add.accumulate(sums, 0, None, sums)
-        # The sums ran on from one sequence to the next: modulo 2**64, that is easily taken off.
-        before = np.zeros((len(counts), _NUM_LANES), np.uint64)
-        has_before = starts > 0
-        before[has_before] = sums[starts[has_before] - 1]
-        parents = np.frombuffer(b"".join(roots), np.uint64).reshape(before.shape)
-        sums += np.repeat(parents - before, counts, axis=0)
+        longest = max(counts, default=0)
+        num_padding = longest * len(counts) - sum(counts)
+        is_overridden = type(self).chain is not PrefixHasher.chain
+        if is_overridden or not longest or num_padding > _MAX_PADDING * len(counts):
+            runs = zip(roots, tokens, strict=True)
+            return [self.chain(root, run, start=0) for root, run in runs]
+        self._reach(longest)
+        padded = np.zeros((len(counts), longest * size), np.uint64)
+        for row, run, count in zip(padded, tokens, counts, strict=True):
+            row[: count * size] = run[: count * size]
+        sums = self._digests(padded.reshape(-1, size)).reshape(-1, longest, _NUM_LANES)
+        sums *= self._weights[:longest]
+        sums[:, 0] += np.frombuffer(b"".join(roots), np.uint64).reshape(-1, _NUM_LANES)
+        np.add.accumulate(sums, 1, None, sums)
         keys = _as_keys(sums)
-        bounds = zip(starts.tolist(), ends.tolist(), strict=True)
-        return [keys[start:end] for start, end in bounds]
+        starts = range(0, len(keys), longest)
+        return [keys[start : start + n] for start, n in zip(starts, counts, strict=True)]
 
     def each(
         self, parents: list[bytes], tokens: TokenIds, positions: npt.NDArray[np.intp]
@@ -147,14 +145,18 @@ class PrefixHasher:
             tokens: int32 (n, block_size), what the blocks hold.
             positions: the place of each among the blocks of its sequence.
         """
-        self._reach(int(positions.max()) + 1)
+        try:
+            weights = self._weights[positions]
+        except IndexError:
+            self._reach(int(positions.max()) + 1)
+            weights = self._weights[positions]
         sums = self._digests(tokens)
-        sums *= self._weights[positions]
+        sums *= weights
         sums += np.frombuffer(b"".join(parents), np.uint64).reshape(sums.shape)
         return _as_keys(sums)
 
-    def _digests(self, blocks: TokenIds) -> Lanes:
-        digests: Lanes = blocks.astype(np.uint64) @ self._multipliers
+    def _digests(self, blocks: TokenIds | Lanes) -> Lanes:
+        digests: Lanes = blocks.astype(np.uint64, copy=False) @ self._multipliers
         digests += self._offset
         digests >>= _HALF
         return digests

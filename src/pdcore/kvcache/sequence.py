@@ -58,11 +58,10 @@ class TokenSequence:
         self._output += missing
         self._length += len(missing) // _TOKEN_BYTES
 
-    def last_block(self, block_size: int) -> bytes:
-        """The tokens of the last block, partial or just full, as the bytes of a whole one."""
+    def last_block(self, block_size: int) -> TokenIds:
+        """The tokens of the last block, partial or just full."""
         start = (self._length - 1) // block_size * block_size
-        tokens = self.slice(start, self._length) if self._output else self._prompt[start:]
-        return tokens.tobytes().ljust(block_size * _TOKEN_BYTES, b"\0")
+        return self.slice(start, self._length) if self._output else self._prompt[start:]
 
     def slice(self, start: int, end: int) -> TokenIds:
         """Tokens ``start`` to ``end``; later appends do not change them."""

@@ -105,14 +105,12 @@ class BlockTables:
 
     def bind(self, rows: list[int], blocks: list[BlockIds], *, num_published: list[int]) -> None:
         """Give rows their blocks; of each the first ``num_published`` have their keys already."""
-        table, sizes = self.block_table, [ids.size for ids in blocks]
-        for row, ids, size in zip(rows, blocks, sizes, strict=True):
-            table[row, :size] = ids
-        at = index_of(rows)
-        self.num_blocks[at] = sizes
-        self.num_published[at] = num_published
-        if self._sliding_window is not None:
-            self._num_pruned[at] = [np.count_nonzero(ids == 0) for ids in blocks]
+        for row, ids, published in zip(rows, blocks, num_published, strict=True):
+            self.block_table[row, : ids.size] = ids
+            self.num_blocks[row] = ids.size
+            self.num_published[row] = published
+            if self._sliding_window is not None:
+                self._num_pruned[row] = np.count_nonzero(ids == 0)
         if self._with_holes:
             self._with_holes.difference_update(rows)
         self.record(lambda: self._unbind(rows))

@@ -12,7 +12,7 @@ from pdcore.masks import all_set, any_set
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import RunningView, SchedulingPolicy
-from pdcore.scheduler.publishing import publish_filled
+from pdcore.scheduler.publishing import publish_filled, publish_full
 from pdcore.scheduler.table import RunningBatch
 
 __all__ = ["RunningPass", "running_view"]
@@ -132,7 +132,7 @@ class RunningPass:
                 known = np.minimum(known, table.num_tokens[batch.index])
             filling = manager.tables.filling(batch.index, known)
             if any_set(filling):
-                publish_filled(core, batch.at[filling], known[filling], step=plan.step_id)
+                publish_full(core, batch.at[filling], known[filling], step=plan.step_id)
                 is_calm = False
         if is_calm and self._was_calm and not core.in_flight:
             # Looking ahead costs as much as it saves in a step. Where rows fill their blocks at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from itertools import repeat
 from typing import Any, TypeVar
 
 import attrs
@@ -60,9 +59,6 @@ class RunningBatch:
         return ids
 
 
-# An array, since numpy adds it faster than one of Python's integers.
-_ONE = np.array(1, np.int32)
-_NOTHING = (False, False, False, False)
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 
@@ -102,8 +98,7 @@ class RequestTable:
         self.block_size_array = np.array(block_size)
         self.last_slot_array = np.array(block_size - 1)
         self.epoch = np.zeros(num_rows, np.int32)
-        # Views of one array, so that a row's numbers are written at once.
-        self._numbers = np.zeros((8, num_rows), np.int64)
+        numbers = np.zeros((8, num_rows), np.int64)
         (
             self.num_tokens,
             self.num_computed,
@@ -113,14 +108,14 @@ class RequestTable:
             self.min_tokens,
             self.eos,
             self.priority,
-        ) = self._numbers
+        ) = numbers
         # Of rows that nobody has, all False.
         self._needs = np.zeros((4, num_rows), np.bool_)
         self.has_eos, self.has_stop_ids, self.has_matcher, self.needs_refresh = self._needs
         self.tail = np.zeros((num_rows, block_size), np.int32)
         self._columns: tuple[npt.NDArray[Any], ...] = (
             self.epoch,
-            *self._numbers,
+            *numbers,
             *self._needs,
             self.tail,
         )
@@ -131,7 +126,7 @@ class RequestTable:
         self.num_with_matcher = 0
         self.num_to_refresh = 0
         # Epochs never go back, though a plan that is taken back restores a row's former tenant.
-        self._last_epoch = np.zeros(num_rows, np.int32)
+        self._last_epochs = [0] * num_rows
         self._order = np.zeros(num_rows, np.intp)
         self._num_running = 0
         self._free = list(range(num_rows - 1, -1, -1))
@@ -195,26 +190,50 @@ class RequestTable:
     ) -> list[int]:
         """Give each request a free row, in this order the last in running order; return them.
 
-        There must be so many free rows. Costs a fixed number of array operations, and for each
-        request the tuple of its numbers.
+        There must be so many free rows. Costs two dozen writes a request.
         """
         rows = self._free[: -len(states) - 1 : -1]
         del self._free[-len(states) :]
         start, self._num_running = self._num_running, self._num_running + len(rows)
-        at = index_of(rows)
         self._order[start : self._num_running] = rows
-        numbers = list(map(_numbers_of, states, num_computed, repeat(step)))
-        self._numbers[:, at] = np.array(numbers, np.int64).T
-        self._last_epoch[at] = self.epoch[at] = self._last_epoch[at] + _ONE
-        tails = b"".join([state.sequence.last_block(self.block_size) for state in states])
-        self.tail[at] = np.frombuffer(tails, np.int32).reshape(-1, self.block_size)
-        needs = list(map(_needs_of, states))
-        if needs.count(_NOTHING) < len(needs):
-            self._needs[:, at] = np.array(needs).T
+        needs_more = [
+            self._begin(row, state, computed, step)
+            for row, state, computed in zip(rows, states, num_computed, strict=True)
+        ]
+        if True in needs_more:
             self._count_needs()
-        self.request_ids[at] = [state.request_id for state in states]
         self._attach(rows, states)
         return rows
+
+    def _begin(self, row: int, state: RequestState, num_computed: int, step: int) -> bool:
+        """Write a row's columns; return whether the request needs what most do not.
+
+        One number at a time, since an array of a few takes longer to make than to do without.
+        """
+        request, sequence = state.request, state.sequence
+        sampling, eos = request.sampling, request.eos_token_id
+        self._last_epochs[row] += 1
+        self.epoch[row] = self._last_epochs[row]
+        self.num_tokens[row] = len(sequence)
+        self.num_computed[row] = num_computed
+        self.since_step[row] = step
+        self.num_in_flight[row] = 0
+        self.limit[row] = state.limit
+        self.min_tokens[row] = state.num_prompt_tokens + sampling.min_tokens
+        self.priority[row] = request.priority
+        self.request_ids[row] = state.request_id
+        block = sequence.last_block(self.block_size)
+        self.tail[row, : block.size] = block
+        if eos is None or sampling.ignore_eos:
+            self.eos[row] = -1
+            if not sampling.stop_token_ids and state.matcher is None:
+                return False
+        else:
+            self.eos[row] = eos
+            self.has_eos[row] = True
+        self.has_stop_ids[row] = bool(sampling.stop_token_ids)
+        self.has_matcher[row] = state.matcher is not None
+        return True
 
     def release(self, row: int) -> int:
         """Take a row back; return its place in running order. Its tokens must be flushed first."""
@@ -336,31 +355,3 @@ class RequestTable:
         self.num_with_eos, self.num_with_stop_ids, self.num_with_matcher, self.num_to_refresh = (
             np.count_nonzero(self._needs, axis=1).tolist()
         )
-
-
-def _numbers_of(state: RequestState, num_computed: int, step: int) -> tuple[int, ...]:
-    """What goes into the columns of whole numbers, in their order."""
-    request = state.request
-    sampling, eos = request.sampling, request.eos_token_id
-    return (
-        len(state.sequence),
-        num_computed,
-        step,
-        0,
-        state.limit,
-        state.num_prompt_tokens + sampling.min_tokens,
-        -1 if eos is None or sampling.ignore_eos else eos,
-        request.priority,
-    )
-
-
-def _needs_of(state: RequestState) -> tuple[bool, ...]:
-    """What goes into the columns of what most requests do not need, in their order."""
-    request = state.request
-    sampling = request.sampling
-    return (
-        request.eos_token_id is not None and not sampling.ignore_eos,
-        bool(sampling.stop_token_ids),
-        state.matcher is not None,
-        False,
-    )
