@@ -9,15 +9,17 @@ less of a figure is better or more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import json
 import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ __all__ = [
     "Report",
     "contenders",
     "cpu_name",
+    "ending",
     "measure",
     "parser",
     "progress",
@@ -70,10 +73,14 @@ class Contender:
         return figures
 
     def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        """End the process, which has no task."""
+        self._process.communicate(timeout=60)
+
+    def kill(self) -> None:
+        """End it and what it has started, whatever they are doing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -250,6 +257,30 @@ def progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def ending(rivals: Sequence[Contender]) -> Iterator[None]:
+    """End the contenders with the block: the polite way, or at once if it is left by an error.
+
+    A signal to terminate counts as one: contenders that stand still would be left for ever.
+    """
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    except BaseException:
+        for contender in rivals:
+            contender.kill()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        progress("")
+    for contender in rivals:
+        contender.close()
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def cpu_name() -> str:
     """The processor's name, as the system has it."""
     try:
@@ -265,12 +296,8 @@ def run(title: str, cases: Sequence[Case], options: argparse.Namespace) -> Repor
     report = Report(title, {"repeats": options.repeats, "seed": options.seed})
     report.print_head()
     rivals = contenders(options)
-    try:
+    with ending(rivals):
         measure(report, cases, rivals, options.repeats, show=progress)
-    finally:
-        progress("")
-        for contender in rivals:
-            contender.close()
     return report
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from measuring import Contender, progress
+from measuring import Contender, ending
 
 __all__ = [
     "DTYPES",
@@ -60,15 +60,11 @@ class TurnTaker(Contender):
 def running(contenders: Iterator[TurnTaker]) -> Iterator[list[TurnTaker]]:
     """Start contenders one by one, so that none loads while another does, and end them all."""
     started: list[TurnTaker] = []
-    try:
+    with ending(started):
         for contender in contenders:
             started.append(contender)
             contender.stop()
         yield started
-    finally:
-        progress("")
-        for contender in started:
-            contender.close()
 
 
 def find_gguf() -> Path:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sys
 
 import pytest
 
-from measuring import Better, Report
+from measuring import Better, Contender, Report, ending
 
 
 def a_report(ours: list[float], theirs: list[float]) -> Report:
@@ -44,3 +47,15 @@ def test_beside_nothing_a_figure_is_any_number_of_times_better(
     ratio = a_report([ours], [theirs]).ratio("case", "vLLM", "figure", better=better)
     assert ratio is not None
     assert ratio.median == math.inf
+
+
+def test_a_benchmark_that_is_terminated_leaves_no_contender_behind() -> None:
+    """Not even one that stands still, as those do that have no turn."""
+    script = "import time; print('{\"tasks\": []}', flush=True); time.sleep(600)"
+    contender = Contender("sleeper", [sys.executable, "-c", script])
+    process = contender._process
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(SystemExit), ending([contender]):
+        signal.raise_signal(signal.SIGTERM)
+    assert process.poll() == -signal.SIGKILL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -77,6 +77,22 @@ def test_c28_a_connector_that_raises_never_takes_the_engine_down(
         assert f"{method} is broken" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "method", ["take_events", "update_connector_output", "build_connector_meta", "next_wakeup"]
+)
+def test_a_connector_that_always_raises_fills_no_log(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of these is asked in every step: the first failure is told, and which method it was."""
+    rig = Rig(connector=BrokenConnector(method))
+    rig.add("a")
+    assert rig.ends() == {"a": FinishReason.LENGTH}
+    rig.scheduler.next_wakeup()
+    told = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == 1
+    assert f"{method}() raised" in told[0].getMessage()
+
+
 class OddConnector(NullSchedulerConnector):
     """Answers with something that is no answer."""
 

@@ -120,6 +120,21 @@ def test_an_array_hook_that_fails_costs_a_step_in_order_of_arrival(answer: Any) 
     assert rig.scheduler.stats().num_policy_errors == 1
 
 
+def test_a_hook_that_fails_in_every_step_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The first failure is told whole, the next only if it is of another kind."""
+    policy = BrokenOrder([5])
+    rig = Rig(policy=policy, limits={"max_num_seqs": 1})
+    for name in ("one", "two", "three"):
+        rig.add(name)
+    for _ in range(4):
+        rig.driver.step()
+    policy.answer = RuntimeError("broken")
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    assert rig.scheduler.stats().num_policy_errors > 4
+    told = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.exc_info[0] for record in told if record.exc_info] == [ValueError, RuntimeError]
+
+
 def test_a_dynamic_policy_orders_the_queue_in_every_step() -> None:
     """order() decides over columns, with the clock of the moment."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 
 import numpy as np
@@ -18,8 +17,6 @@ from pdcore.scheduler.starting import Starting
 from pdcore.scheduler.state import RequestState
 
 __all__ = ["AdmissionRules"]
-
-logger = logging.getLogger(__name__)
 
 
 class AdmissionRules:
@@ -61,8 +58,8 @@ class AdmissionRules:
             order = list(map(operator.index, answer))
             if sorted(order) != list(range(len(view.states))):
                 raise ValueError(f"order() did not return each of {len(view.states)} indices once")
-        except Exception:
-            logger.exception("the policy's order() failed; this step goes by arrival")
+        except Exception as error:
+            self._core.complain("the policy's order() failed; steps go by arrival instead", error)
             self._core.counters.num_policy_errors += 1
             return list(self._core.waiting)
         return [view.states[index] for index in order]

@@ -71,6 +71,7 @@ class Core:
         has_news: whether a worker's report waits to be taken in.
         is_quiet: whether the last plan found nothing to do, and nothing has changed since.
         last_load_failure: why the newest load failed that did.
+        complaints: what the log has of hooks that may fail in every step.
     """
 
     manager: KVCacheManager
@@ -113,11 +114,23 @@ class Core:
     has_news: bool = False
     is_quiet: bool = False
     last_load_failure: str = ""
+    complaints: set[tuple[str, type[Exception]]] = attrs.field(factory=set)
 
     def touch(self) -> None:
         """Something changed apart from planning: the newest plan cannot be undone exactly."""
         self.undo_is_exact = False
         self.is_quiet = False
+
+    def complain(self, told: str, error: Exception) -> None:
+        """A hook of a policy or connector failed where the scheduler goes on without it.
+
+        It may do so in every step, so the log has each kind of failure whole only once.
+        """
+        kind = (told, type(error))
+        is_new = kind not in self.complaints
+        self.complaints.add(kind)
+        level = logging.ERROR if is_new else logging.DEBUG
+        logger.log(level, "%s: %r", told, error, exc_info=error if is_new else None)
 
     def record(self, undo: Callable[[], None]) -> None:
         """Remember how to take back a change that the plan being made has made."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +16,6 @@ from pdcore.scheduler.state import RequestState
 
 __all__ = ["Dispatch"]
 
-logger = logging.getLogger(__name__)
-
 Rows = npt.NDArray[np.intp]
 
 _NO_ROWS = np.zeros(0, np.int32)
@@ -29,9 +25,10 @@ _ONE = np.array(1, np.int64)
 class OrdersLost(Exception):
     """The connector could not say what the workers are to load, and these rows rely on it."""
 
-    def __init__(self, states: list[RequestState]) -> None:
+    def __init__(self, states: list[RequestState], error: Exception) -> None:
         super().__init__(f"{len(states)} rows of this step need a load that was not ordered")
         self.states = states
+        self.error = error
 
 
 class Dispatch:
@@ -109,8 +106,9 @@ class Dispatch:
             relying = [state for state in started if state.load_step == output.step_id]
             if relying:
                 # Their rows would read blocks that nobody was told to fill.
-                raise OrdersLost(relying) from error
-            logger.exception("the connector's build_connector_meta() raised; its loads time out")
+                raise OrdersLost(relying, error) from error
+            told = "the connector's build_connector_meta() raised; its loads time out"
+            self._core.complain(told, error)
             return output
         return output if meta is None else attrs.evolve(output, connector_meta=meta)
 

@@ -50,8 +50,8 @@ class Intake:
             events = core.connector.take_events()
             if not isinstance(events, ConnectorEvents):
                 raise TypeError(f"it returned {events!r:.80}, which is no ConnectorEvents")
-        except Exception:
-            logger.exception("the connector's take_events() raised; its loads time out")
+        except Exception as error:
+            core.complain("the connector's take_events() raised; its loads time out", error)
             events = ConnectorEvents()
         for transfer_id in events.finished_sending:
             hold = core.handed_over.pop(transfer_id, None)

@@ -84,7 +84,7 @@ class SchedulingPolicy:
 
     A hook that takes one request and raises ends that request with ``error``. A hook that takes
     columns and raises costs one step in first-come-first-served order, and is counted in
-    ``SchedulerStats.num_policy_errors``.
+    ``SchedulerStats.num_policy_errors``; the log has each kind of failure once.
 
     Attributes:
         dynamic: whether `order` decides anew in every step, instead of `key` once.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import numpy.typing as npt
 
@@ -16,8 +14,6 @@ from pdcore.scheduler.publishing import publish_filled, publish_full
 from pdcore.scheduler.table import RunningBatch
 
 __all__ = ["RunningPass", "running_view"]
-
-logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.intp]
 
@@ -248,8 +244,8 @@ class RunningPass:
             index = int(core.policy.victim(running_view(core, np.array(order, np.intp))))
             if not 0 <= index < len(order):
                 raise IndexError(f"victim() returned {index}, of {len(order)} running requests")
-        except Exception:
-            logger.exception("the policy's victim() failed; the last to start gives way")
+        except Exception as error:
+            core.complain("the policy's victim() failed; the last to start gives way", error)
             core.counters.num_policy_errors += 1
             return len(order) - 1
         return index

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -54,8 +53,6 @@ from pdcore.scheduler.table import RequestTable
 from pdcore.scheduler.validate import refuse_mismatch
 
 __all__ = ["UnifiedScheduler"]
-
-logger = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -160,7 +157,8 @@ class UnifiedScheduler(Scheduler):
                 return self._plan()
             except OrdersLost as lost:
                 # Nothing of that plan is left. Each request is planned with a load twice at most.
-                logger.exception("the connector's build_connector_meta() raised; planning again")
+                told = "the connector's build_connector_meta() raised; planning again"
+                self._core.complain(told, lost.error)
                 for state in lost.states:
                     count_lost_load(self._core, state)
 
@@ -232,8 +230,8 @@ class UnifiedScheduler(Scheduler):
         if type(core.policy).observe is not SchedulingPolicy.observe:
             try:
                 core.policy.observe(result)
-            except Exception:
-                logger.exception("the policy's observe() raised")
+            except Exception as error:
+                core.complain("the policy's observe() raised", error)
                 core.counters.num_policy_errors += 1
         return result
 
@@ -270,7 +268,7 @@ class UnifiedScheduler(Scheduler):
             or core.quarantine
             or (
                 core.connector is not None
-                and self._answer_of(core.connector.has_pending, otherwise=False)
+                and self._answer_of("has_pending", core.connector.has_pending, otherwise=False)
             )
         )
 
@@ -291,7 +289,7 @@ class UnifiedScheduler(Scheduler):
         core = self._core
         times = [core.alarms.next()]
         if core.connector is not None:
-            times.append(self._answer_of(core.connector.next_wakeup, otherwise=None))
+            times.append(self._answer_of("next_wakeup", core.connector.next_wakeup, otherwise=None))
         return min((time for time in times if time is not None), default=None)
 
     def status(self, request_id: str) -> RequestStatus | None:
@@ -358,12 +356,14 @@ class UnifiedScheduler(Scheduler):
             f"{core.manager.pool}>"
         )
 
-    def _answer_of(self, question: Callable[[], _AnswerT], *, otherwise: _AnswerT) -> _AnswerT:
+    def _answer_of(
+        self, name: str, question: Callable[[], _AnswerT], *, otherwise: _AnswerT
+    ) -> _AnswerT:
         """What the connector says; one that raises takes no engine down."""
         try:
             return question()
-        except Exception:
-            logger.exception("the connector raised when it was asked: %r", question)
+        except Exception as error:
+            self._core.complain(f"the connector's {name}() raised", error)
             return otherwise
 
     def _take_report(self, report: TransferReport) -> None:
@@ -371,8 +371,9 @@ class UnifiedScheduler(Scheduler):
         if core.connector is not None:
             try:
                 core.connector.update_connector_output(report)
-            except Exception:
-                logger.exception("update_connector_output() raised; what was lost times out")
+            except Exception as error:
+                told = "the connector's update_connector_output() raised; what was lost times out"
+                core.complain(told, error)
             core.has_news |= bool(report)
 
     def _make(self, plan: Plan) -> None:
