@@ -58,7 +58,11 @@ class Contender:
             start_new_session=True,
             env={**os.environ, **environment},
         )
-        self.tasks: list[str] = self._read()["tasks"]
+        try:
+            self.tasks: list[str] = self._read()["tasks"]
+        except BaseException:
+            self.kill()
+            raise
 
     def ask(self, task: str, **settings: Any) -> dict[str, Any]:
         """Run a task and return its answer; raises `RuntimeError` with what went wrong there."""
