@@ -116,12 +116,14 @@ class LRUBlockPool(BlockPool):
         at = self._in_range(np.concatenate(groups))
         loose = self._drop_refs(at)
         keyed = self._keys.is_keyed[at]
-        self._give_back(at[loose & keyed])
-        plain = loose & ~keyed
+        kept, plain = loose & keyed, loose & ~keyed
+        if any_set(kept):
+            self._record(self._evictable.append(at[kept]))
         if any_set(plain):
             # The group released last is reused first; within a group, the order stays.
-            group_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])
-            self._give_back(at[plain][np.argsort(-group_of[plain], kind="stable")])
+            sizes = [group.size for group in groups]
+            age = np.arange(len(groups), 0, -1).repeat(sizes)[plain]
+            self._push_free(at[plain][age.argsort(kind="stable")])
 
     def lookup(self, keys: Sequence[bytes]) -> BlockIds:
         blocks = self._keys.lookup(keys)
@@ -368,11 +370,14 @@ class LRUBlockPool(BlockPool):
         if any_set(keyed):
             self._record(self._evictable.append(at if all_set(keyed) else at[keyed]))
         if not all_set(keyed):
-            plain = at[~keyed]
-            top = self._num_free
-            self._num_free = top + plain.size
-            self._free[top : self._num_free] = plain[::-1]
-            self._record(lambda: setattr(self, "_num_free", top))
+            self._push_free(at[~keyed])
+
+    def _push_free(self, at: Blocks) -> None:
+        """Put blocks on the stack of free ones, the first on top."""
+        top = self._num_free
+        self._num_free = top + at.size
+        self._free[top : self._num_free] = at[::-1]
+        self._record(lambda: setattr(self, "_num_free", top))
 
     def _unpublish(self, at: Blocks) -> None:
         self._keys.forget(at[::-1])
