@@ -1,8 +1,8 @@
 """What a step of the scheduler costs: `schedule` and `update_from_output`, every result read.
 
-Steady decode: all requests draw a token, all have the same length, so that in one step of sixteen
-each fills a block; the mean includes those. Churn: one request in 64 ends in each step and another
-arrives, so that rows have holes; admission and end are part of the time.
+Steady decode: all requests draw a token. Of one length, all fill a block in one step of sixteen,
+which the mean includes; of mixed lengths, some do in every step. Churn: one request in 64 ends in
+each step and another arrives, so that rows have holes; admission and end are part of the time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from measuring import Case, parser, run
 
 SIZES = (1, 16, 64, 256, 1024, 4096)
 CHURN_SIZES = (256, 1024)
+# What it is called, whether prefixes are cached, and of how many lengths requests are.
+KINDS = (("caching", True, 1), ("mixed lengths", True, 16), ("no caching", False, 1))
 VLLM = {"vLLM": {"": {"kind": "sync"}, " async": {"kind": "async"}}}
 
 
@@ -20,12 +22,12 @@ def main() -> None:
     options.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="running requests")
     arguments = options.parse_args()
     cases = []
-    for caching in (True, False):
-        name = "caching" if caching else "no caching"
+    for name, caching, spread in KINDS:
         for n in arguments.sizes:
-            settings = {"n": n, "caching": caching, "prompt": 32, "seed": arguments.seed}
-            # A multiple of the block size, so that the mean is over whole cycles; and many, since a
-            # processor that has just waited for its turn takes milliseconds to be fast again.
+            settings = {"n": n, "caching": caching, "prompt": 32, "spread": spread}
+            settings["seed"] = arguments.seed
+            # A multiple of the block size, so that the mean is over whole cycles; and many: a core
+            # that has been idle needs milliseconds to reach full speed.
             settings["steps"] = 2048 if n <= 16 else 512 if n <= 256 else 128 if n <= 1024 else 64
             cases.append(
                 Case(

@@ -61,19 +61,30 @@ def prompts(num_tokens: int, seed: int) -> Iterator[list[int]]:
 
 
 def decode(
-    make: MakeEngine, *, n: int, caching: bool, prompt: int, steps: int, seed: int, **kind: Any
+    make: MakeEngine,
+    *,
+    n: int,
+    caching: bool,
+    prompt: int,
+    spread: int,
+    steps: int,
+    seed: int,
+    **kind: Any,
 ) -> dict[str, float]:
-    """Steady decode: everybody draws a token, nobody comes or goes."""
-    total = prompt + steps + 32
+    """Steady decode: everybody draws a token, nobody comes or goes.
+
+    Prompts have ``spread`` lengths, from ``prompt`` on.
+    """
+    total = prompt + spread + steps + 32
     engine = make(
         num_seqs=n,
         num_blocks=n * (total // BLOCK_SIZE + 2) + 1,
         caching=caching,
-        budget=max(n * prompt, 8192),
+        budget=max(n * (prompt + spread), 8192),
         max_len=total + 16,
         **kind,
     )
-    _fill(engine, n, prompt, max_tokens=steps + 32, seed=seed)
+    _fill(engine, n, prompt, spread=spread, max_tokens=steps + 32, seed=seed)
     return _time_steps(engine, steps)
 
 
@@ -197,15 +208,19 @@ def memory(make: MakeEngine, *, num_tokens: int, count: int, seed: int) -> dict[
     return {"waiting": waiting / count / 1024, "running": running / count / 1024}
 
 
-def _add(engine: Engine, n: int, num_tokens: int, *, max_tokens: int, seed: int) -> None:
-    source = prompts(num_tokens, seed)
-    for _ in range(n):
-        engine.add(next(source), max_tokens)
+def _add(
+    engine: Engine, n: int, num_tokens: int, *, spread: int = 1, max_tokens: int, seed: int
+) -> None:
+    source = prompts(num_tokens + spread - 1, seed)
+    for index in range(n):
+        engine.add(next(source)[: num_tokens + index % spread], max_tokens)
 
 
-def _fill(engine: Engine, n: int, num_tokens: int, *, max_tokens: int, seed: int) -> None:
+def _fill(
+    engine: Engine, n: int, num_tokens: int, *, spread: int = 1, max_tokens: int, seed: int
+) -> None:
     """Let so many requests run until all have filled a block."""
-    _add(engine, n, num_tokens, max_tokens=max_tokens, seed=seed)
+    _add(engine, n, num_tokens, spread=spread, max_tokens=max_tokens, seed=seed)
     for _ in range(BLOCK_SIZE + 1):
         engine.step()
 

@@ -29,20 +29,22 @@ from nanovllm.sampling_params import SamplingParams  # noqa: E402
 Sequence.block_size = BLOCK_SIZE
 
 
-def decode(*, n: int, caching: bool, prompt: int, steps: int, seed: int) -> dict[str, float]:
+def decode(
+    *, n: int, caching: bool, prompt: int, spread: int, steps: int, seed: int
+) -> dict[str, float]:
     """Steady decode; prefix caching cannot be switched off, so it has one figure for both."""
-    total = prompt + steps + 32
+    total = prompt + spread + steps + 32
     config = types.SimpleNamespace(
         max_num_seqs=n,
-        max_num_batched_tokens=max(n * prompt, 8192),
+        max_num_batched_tokens=max(n * (prompt + spread), 8192),
         eos=-1,
         kvcache_block_size=BLOCK_SIZE,
         num_kvcache_blocks=n * (total // BLOCK_SIZE + 2) + 1,
     )
     scheduler = Scheduler(config)
     rng = random.Random(seed)
-    for _ in range(n):
-        tokens = [rng.randrange(VOCABULARY) for _ in range(prompt)]
+    for index in range(n):
+        tokens = [rng.randrange(VOCABULARY) for _ in range(prompt + index % spread)]
         sampling = SamplingParams(temperature=1.0, max_tokens=steps + 32, ignore_eos=True)
         scheduler.add(Sequence(tokens, sampling))
     times = StepTimes()

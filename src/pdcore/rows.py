@@ -1,11 +1,14 @@
-"""How a few rows are selected from a column."""
+"""How a few rows are selected from a column, and a column of int64 is counted up."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["index_of"]
+__all__ = ["ONE", "index_of"]
+
+# An array, since numpy adds it faster than one of Python's integers.
+ONE = np.array(1, np.int64)
 
 
 def index_of(rows: list[int]) -> slice | npt.NDArray[np.intp]:

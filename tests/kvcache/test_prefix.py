@@ -101,6 +101,16 @@ def test_naming_many_sequences_at_once_gives_each_its_own_keys(
     ]
 
 
+def test_a_long_sequence_beside_short_ones_changes_no_name() -> None:
+    """Where padding would cost too much, they are named one by one."""
+    hasher = PrefixHasher(4, secret=b"s")
+    runs = [np.arange(n, dtype=np.int32) for n in (4 * 200, 9, 3, 4)]
+    roots = [hasher.root(salt, None) for salt in (None, "a", "b", None)]
+    alone = [hasher.chain(root, run, start=0) for root, run in zip(roots, runs, strict=True)]
+    assert hasher.chains(roots, runs) == alone
+    assert [len(keys) for keys in alone] == [200, 2, 0, 1]
+
+
 def test_a_hasher_that_overrides_chain_names_all_blocks() -> None:
     """Naming many at once asks the overridden method, too."""
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pd_simulation import PDSimulation
 from pdcore import (
+    FinishReason,
     KVCacheManager,
     Limits,
     LRUBlockPool,
@@ -85,31 +86,38 @@ class AnyToken(GrammarMatcher):
 @lives
 @given(random=randoms)
 def test_plans_and_results_may_take_turns_in_any_rhythm(random: Random) -> None:
-    """Long quiet stretches of one step at a time, and bursts of several: audited after each call.
+    """Each request gets all its tokens, the audit holds, and no grammar is passed over.
 
-    A structured request is never planned before its last token is in.
+    Requests come and go in between, and long stretches of one step at a time follow bursts of
+    several.
     """
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
     block_size = random.choice((1, 2, 4, 16))
     pool = LRUBlockPool(512 // block_size, block_size)
     scheduler = UnifiedScheduler(KVCacheManager(pool), limits=limits, grammar=Ready())
-    lengths = {f"r{index}": random.randint(1, 60) for index in range(random.randint(1, 4))}
-    for name, max_tokens in lengths.items():
-        structured = {"structured_output": "any"} if random.random() < 0.3 else {}
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **structured)
-        prompt = [random.randrange(64) for _ in range(random.randint(1, 40))]
-        scheduler.add_request(Request(name, prompt, sampling=sampling))
-    produced = dict.fromkeys(lengths, 0)
+    to_come = {f"r{index}": random.randint(1, 60) for index in range(random.randint(1, 8))}
+    wanted, produced = dict(to_come), dict.fromkeys(to_come, 0)
+    ends: dict[str, FinishReason] = {}
     is_hasty = False
-    while scheduler.has_requests():
+    while to_come or scheduler.has_requests():
         is_hasty ^= random.random() < 0.05
+        if to_come and (random.random() < 0.1 or not scheduler.has_requests()):
+            name, max_tokens = to_come.popitem()
+            structured = {"structured_output": "any"} if random.random() < 0.3 else {}
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **structured)
+            prompt = [random.randrange(64) for _ in range(random.randint(1, 40))]
+            scheduler.add_request(Request(name, prompt, sampling=sampling))
+        if random.random() < 0.01:
+            scheduler.abort_requests(random.choice(list(wanted)))
         under_way = scheduler.in_flight
         if not under_way or (is_hasty and len(under_way) < 3 and random.random() < 0.5):
             output = scheduler.schedule()
             bitmask = scheduler.get_grammar_bitmask(output)
-            constrained = set() if bitmask is None else set(bitmask.rows.tolist())
-            for plan in under_way:
-                assert constrained.isdisjoint(plan.rows[plan.samples].tolist())
+            if bitmask is not None:
+                constrained = _tenancies(bitmask.rows, bitmask.epochs)
+                for plan in under_way:
+                    drawing = _tenancies(plan.rows[plan.samples], plan.epochs[plan.samples])
+                    assert constrained.isdisjoint(drawing)
         else:
             output = under_way[0]
             rows, epochs = output.rows[output.samples], output.epochs[output.samples]
@@ -117,8 +125,17 @@ def test_plans_and_results_may_take_turns_in_any_rhythm(random: Random) -> None:
             result = ModelRunnerOutput(rows=rows, epochs=epochs, sampled_token_ids=tokens)
             for event in scheduler.update_from_output(output, result).outputs:
                 produced[event.request_id] += len(event.new_token_ids)
+                if event.finish_reason is not None:
+                    ends[event.request_id] = event.finish_reason
         scheduler.check()
-    assert produced == lengths
+    assert ends.keys() == wanted.keys()
+    assert set(ends.values()) <= {FinishReason.LENGTH, FinishReason.ABORT}
+    for name, reason in ends.items():
+        assert reason is FinishReason.ABORT or produced[name] == wanted[name]
+
+
+def _tenancies(rows: npt.NDArray[np.int32], epochs: npt.NDArray[np.int32]) -> set[Any]:
+    return set(zip(rows.tolist(), epochs.tolist(), strict=True))
 
 
 NUM_STEPS = 60

@@ -115,12 +115,13 @@ def test_a_request_of_a_subclass_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("is_level", True), ("num_with_eos", 3), ("num_to_refresh", 1)]
+    ("name", "value"),
+    [("is_level", True), ("num_calm_steps", 99), ("num_with_eos", 3), ("num_to_refresh", 1)],
 )
 def test_check_sees_what_the_table_remembers_wrongly(name: str, value: object) -> None:
     """A step of decodes rests on it."""
     rig = Rig()
-    rig.add("a", 30, max_tokens=6)
+    rig.add("a", 5, max_tokens=6)
     rig.scheduler.schedule()
     rig.scheduler.check()
     table = rig.scheduler._core.table

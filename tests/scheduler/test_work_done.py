@@ -18,12 +18,14 @@ BLOCK_SIZE = 16
 class Counted:
     """A scheduler with ``n`` requests that decode, and the number of calls that a step makes."""
 
-    def __init__(self, n: int, *, prompt: int = 17, caching: bool = True) -> None:
+    def __init__(self, n: int, *, prompt: int = 17, spread: int = 1, caching: bool = True) -> None:
         manager = KVCacheManager(LRUBlockPool(8 * n + 1, BLOCK_SIZE), enable_prefix_caching=caching)
-        limits = Limits(max_num_seqs=n, max_num_batched_tokens=n * prompt, max_model_len=256)
+        limits = Limits(
+            max_num_seqs=n, max_num_batched_tokens=n * (prompt + spread), max_model_len=256
+        )
         self.scheduler = UnifiedScheduler(manager, limits=limits)
         for index in range(n):
-            self.add(f"r{index}", np.arange(prompt) + 100 * index)
+            self.add(f"r{index}", np.arange(prompt + index % spread) + 100 * index)
         self.step()
 
     def add(self, name: str, prompt: Any, *, max_tokens: int = 64) -> None:
@@ -72,6 +74,14 @@ def test_a_step_in_which_no_row_changes_state_costs_the_same_calls_for_any_numbe
     assert few_calls == [many.step() for _ in range(5)]
     assert max(few_calls) <= 98
     assert max(few_calls[2:]) <= 80
+
+
+def test_rows_of_all_lengths_cost_no_look_ahead() -> None:
+    """With 16 of them one fills a block, and one needs a new one, in every step."""
+    mixed = Counted(16, spread=16)
+    calls = [mixed.step() for _ in range(2 * BLOCK_SIZE)]
+    assert max(calls) <= 175
+    assert mixed.scheduler._core.table.num_calm_steps == 0
 
 
 def test_a_step_in_which_rows_fill_a_block_costs_a_constant_for_each() -> None:

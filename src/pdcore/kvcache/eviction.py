@@ -15,6 +15,7 @@ __all__ = ["EvictionOrder", "LRUOrder"]
 Blocks = npt.NDArray[np.intp]
 Undo = Callable[[], None]
 
+_NO_BLOCKS = np.zeros(0, np.intp)
 _LEAST_CAPACITY = 64
 _LEAST_RUN = 8
 """Entries that are looked at together at least, since some may be stale."""
@@ -41,7 +42,10 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def pop(self, n: int) -> tuple[Blocks, Undo]:
-        """Take out the ``n`` blocks that go first; there are at least so many."""
+        """Take out the ``n`` blocks that go first; there are at least so many.
+
+        The array is the caller's from then on: nobody changes it.
+        """
 
     @abstractmethod
     def contains(self, ids: Blocks) -> npt.NDArray[np.bool_]:
@@ -63,7 +67,7 @@ class LRUOrder(EvictionOrder):
     def __init__(self, num_blocks: int) -> None:
         self._ring = np.zeros(_LEAST_CAPACITY, np.int32)
         self._mask = self._ring.size - 1
-        # The ring's places in order: a slice of these is what numpy would have to count out.
+        # 0, 1, 2, ...: slices of it save making a range each time.
         self._places = np.arange(_LEAST_CAPACITY, dtype=np.int32)
         # Of blocks that are not in the order: -1.
         self._place = np.full(num_blocks, -1, np.int32)
@@ -108,7 +112,7 @@ class LRUOrder(EvictionOrder):
         head = self._head
         found: list[Blocks] = []
         missing = n
-        while missing:
+        while missing and self._head < self._tail:
             candidates, is_live = self._entries(self._head, max(missing, _LEAST_RUN))
             if all_set(is_live):
                 live = candidates[:missing]
@@ -120,10 +124,10 @@ class LRUOrder(EvictionOrder):
             found.append(live)
             missing -= live.size
             self._head += num_seen
-        ids = found[0] if len(found) == 1 else np.concatenate(found)
+        ids = found[0] if len(found) == 1 else np.concatenate(found or [_NO_BLOCKS])
         places = self._place[ids]
         self._place[ids] = -1
-        self._length -= n
+        self._length -= ids.size
         return ids, lambda: self._put_back(ids, places, head)
 
     def contains(self, ids: Blocks) -> npt.NDArray[np.bool_]:
@@ -131,7 +135,7 @@ class LRUOrder(EvictionOrder):
         return contained
 
     def ids(self) -> Blocks:
-        live = [np.zeros(0, np.intp)]
+        live = [_NO_BLOCKS]
         start = self._head
         while start < self._tail:
             candidates, is_live = self._entries(start, self._tail - start)
@@ -140,12 +144,9 @@ class LRUOrder(EvictionOrder):
         return np.concatenate(live)
 
     def _entries(self, start: int, n: int) -> tuple[Blocks, npt.NDArray[np.bool_]]:
-        """A run of at most ``n`` entries, up to the ring's end: blocks, and which are not stale.
-
-        What lies behind the last one counts as stale.
-        """
+        """A run of at most ``n`` entries, up to the ring's end: blocks, and which are not stale."""
         first = start & self._mask
-        end = min(first + n, self._ring.size)
+        end = min(first + n, self._ring.size, first + self._tail - start)
         candidates = self._ring[first:end].astype(np.intp)
         return candidates, self._place[candidates] == self._places[first:end]
 

@@ -14,6 +14,7 @@ from pdcore.kvcache.prefix import PrefixHasher
 from pdcore.kvcache.sequence import TokenSequence
 from pdcore.kvcache.spec import KVCacheSpec
 from pdcore.kvcache.tables import BlockTables
+from pdcore.rows import ONE
 
 __all__ = ["KVCacheManager", "PrefixHit"]
 
@@ -21,8 +22,6 @@ BlockIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.intp]
 
 _NO_BLOCKS = np.zeros(0, np.int32)
-# An array, since numpy adds it faster than one of Python's integers.
-_ONE = np.array(1, np.int64)
 
 
 @attrs.frozen(eq=False)
@@ -309,7 +308,7 @@ class KVCacheManager:
 
         Args:
             rows: rows of which exactly one full block has no key.
-            positions: int64 (n,), its place among each row's blocks.
+            positions: int64 (n,), that block's place in each row's table.
             sequences: theirs.
             tails: int32 (n, block_size), the tokens of that block.
             step: the step that fills it.
@@ -322,7 +321,7 @@ class KVCacheManager:
         for sequence, key in zip(sequences, keys, strict=True):
             sequence.keys.append(key)
         self.pool.publish(self.tables.block_table[rows, positions], keys, step, parents=parents)
-        self.tables.num_published[rows] = positions + _ONE
+        self.tables.num_published[rows] = positions + ONE
         self.tables.record(lambda: self.tables.num_published.__setitem__(rows, positions))
 
     def publish_loaded(self, block_ids: BlockIds, sequence: TokenSequence, *, start: int) -> None:

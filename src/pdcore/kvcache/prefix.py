@@ -23,7 +23,7 @@ _KEY = f"V{8 * _NUM_LANES}"
 _HALF = np.array(32, np.uint64)
 _POSITIONS_AT_ONCE = 1024
 _MAX_PADDING = 64
-"""How many blocks of padding a sequence is worth: about what it costs by itself."""
+"""Blocks of padding for each sequence, above which each is hashed by itself."""
 
 
 class PrefixHasher:
@@ -109,7 +109,7 @@ class PrefixHasher:
         return _as_keys(sums)
 
     def chains(self, roots: list[bytes], tokens: list[TokenIds]) -> list[list[bytes]]:
-        """`chain` for several sequences from their start, in one go.
+        """`chain` for several sequences from their start, at once unless their lengths differ much.
 
         Args:
             roots: the root of each one's domain.
@@ -124,6 +124,7 @@ class PrefixHasher:
             runs = zip(roots, tokens, strict=True)
             return [self.chain(root, run, start=0) for root, run in runs]
         self._reach(longest)
+        # The keys of what is padded come behind a sequence's own, and are cut off.
         padded = np.zeros((len(counts), longest * size), np.uint64)
         for row, run, count in zip(padded, tokens, counts, strict=True):
             row[: count * size] = run[: count * size]

@@ -41,12 +41,9 @@ class TokenSequence:
 
     def append(self, tokens: TokenIds) -> None:
         """Add tokens at the end. Cost: amortised O(len(tokens))."""
-        self.append_bytes(np.ascontiguousarray(tokens, np.int32).tobytes())
-
-    def append_bytes(self, tokens: bytes) -> None:
-        """Add tokens at the end, given as the bytes of an int32 array."""
-        self._output += tokens
-        self._length += len(tokens) // _TOKEN_BYTES
+        added = np.ascontiguousarray(tokens, np.int32)
+        self._output += added.tobytes()
+        self._length += added.size
 
     def tokens(self) -> TokenIds:
         """All tokens; the prompt's own array as long as there are no others."""

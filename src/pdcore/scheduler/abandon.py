@@ -43,7 +43,7 @@ def undo_exactly(core: Core, step_id: int) -> None:
 def _take_back_safely(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
     table, manager = core.table, core.manager
     core.touch()
-    table.is_level = False
+    table.unsettle()
     current = table.epoch[output.rows] == output.epochs
     rows = output.rows[current]
     table.num_computed[rows] -= output.num_scheduled_tokens[current]

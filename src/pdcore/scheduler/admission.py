@@ -185,7 +185,7 @@ class AdmissionPass:
             return self._ask_later(state, plan)
         if match.num_tokens and match.is_async:
             self._starting.run()
-            return self._loading.park(state, queue, plan, hit, match)
+            return self._loading.park(state, queue, hit, match)
         return self._admit(state, queue, plan, hit, match.num_tokens)
 
     def _ask_later(self, state: RequestState, plan: Plan) -> Skip:

@@ -16,6 +16,7 @@ from pdcore.messages import (
     StepResult,
 )
 from pdcore.request import FinishReason
+from pdcore.rows import ONE
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.ending import fail, finish, finish_running, owes_hand_over
 from pdcore.scheduler.grammar import GrammarMatcher
@@ -30,7 +31,6 @@ Int32Array = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.intp]
 Index = Rows | slice
 
-_ONE = np.array(1, np.int64)
 _LENGTH, _CAPACITY = FinishReason.LENGTH.value, FinishReason.CAPACITY.value
 _EXPLAINED = (FinishReason.CAPACITY, FinishReason.ERROR)
 _REASONS = {reason.value: reason for reason in FinishReason}
@@ -121,9 +121,9 @@ class Commit:
         before = table.num_tokens[index]
         place = before % table.block_size_array
         table.tail[rows, place] = tokens
-        num_tokens: Rows = before + _ONE
+        num_tokens: Rows = before + ONE
         table.num_tokens[index] = num_tokens
-        table.num_in_flight[index] -= _ONE
+        table.num_in_flight[index] -= ONE
         if not is_calm:
             filled = place == table.last_slot_array
             if any_set(filled):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pdcore.kvcache.tables import BlockTableDelta
 from pdcore.masks import all_set
 from pdcore.messages import NewRequestData, SchedulerOutput
-from pdcore.rows import index_of
+from pdcore.rows import ONE, index_of
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.state import RequestState
@@ -19,7 +19,6 @@ __all__ = ["Dispatch"]
 Rows = npt.NDArray[np.intp]
 
 _NO_ROWS = np.zeros(0, np.int32)
-_ONE = np.array(1, np.int64)
 
 
 class OrdersLost(Exception):
@@ -53,7 +52,7 @@ class Dispatch:
         computed = table.num_computed[index]
         before = computed.astype(np.int32)
         if batch is not None and plan.num_tokens is batch.ones:
-            after = computed + _ONE
+            after = computed + ONE
             samples, num_planned = batch.all_sample, rows.size
             num_scheduled = batch.num_scheduled
         else:
@@ -73,7 +72,7 @@ class Dispatch:
 
         def undo() -> None:
             core.finished_rows = finished_rows
-            table.is_level = False
+            table.unsettle()
             table.num_computed[rows] = before
             table.num_in_flight[rows] -= samples
             core.counters.num_steps -= 1

@@ -12,7 +12,6 @@ from pdcore.request import RequestStatus
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.ending import fail_later
-from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.state import RequestState, move, move_back
 from pdcore.scheduler.waiting import WaitingTable
 
@@ -30,7 +29,6 @@ class Loading:
         self,
         state: RequestState,
         queue: WaitingTable,
-        plan: Plan,
         hit: PrefixHit,
         match: ExternalMatch,
     ) -> Skip | None:

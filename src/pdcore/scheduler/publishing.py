@@ -6,13 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.masks import all_set, any_set
+from pdcore.rows import ONE
 from pdcore.scheduler.core import Core
 
 __all__ = ["publish_filled", "publish_full"]
 
 Rows = npt.NDArray[np.intp]
-
-_ONE = np.array(1, np.int64)
 
 
 def publish_filled(core: Core, rows: Rows, known: Rows, *, step: int) -> None:
@@ -32,11 +31,14 @@ def publish_filled(core: Core, rows: Rows, known: Rows, *, step: int) -> None:
 
 
 def publish_full(core: Core, rows: Rows, known: Rows, *, step: int) -> None:
-    """`publish_filled` for rows that are known to have a full block without a key."""
+    """`publish_filled` for rows that are known to have a full block without a key.
+
+    Prefix caching must be on.
+    """
     table, manager = core.table, core.manager
     # A row that decodes fills the one block that its tail still holds.
     positions = manager.tables.num_published[rows]
-    one_block = (positions + _ONE) * manager.block_size
+    one_block = (positions + ONE) * manager.block_size
     if all_set(known == one_block) and all_set(known == table.num_tokens[rows]):
         sequences = table.sequences(rows)
         has_hole = manager.tables.have_hole(rows)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.masks import all_set, any_set
+from pdcore.rows import ONE
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import RunningView, SchedulingPolicy
@@ -16,8 +17,6 @@ from pdcore.scheduler.table import RunningBatch
 __all__ = ["RunningPass", "running_view"]
 
 Rows = npt.NDArray[np.intp]
-
-_ONE = np.array(1, np.int64)
 
 
 def running_view(core: Core, rows: Rows) -> RunningView:
@@ -53,7 +52,8 @@ class RunningPass:
         core, table, manager = self._core, self._core.table, self._core.manager
         if not len(table) or self._take_a_token_each(plan):
             return
-        table.num_calm_steps = 0
+        table.unsettle()
+        self._was_calm = False
         rows = table.batch.at
         want = self._wanted(rows)
         if self._has_chunk_hook and any_set(want > 1):
@@ -95,23 +95,25 @@ class RunningPass:
             return False
         if table.num_calm_steps and not core.in_flight:
             table.num_calm_steps -= 1
-        elif not self._tend(plan, batch):
+        elif not self._grow_and_publish(plan, batch):
             return False
         plan.rows, plan.num_tokens = batch.at, batch.ones
         plan.token_budget -= num_rows
         return True
 
-    def _tend(self, plan: Plan, batch: RunningBatch) -> bool:
+    def _grow_and_publish(self, plan: Plan, batch: RunningBatch) -> bool:
         """Give rows the blocks that they need for one more token, and publish those they fill.
 
+        Where no row did either in two such steps, this counts how many more that will be so.
+
         Returns:
-            False, and has done nothing, if there is more to decide than that.
+            False, with no block taken and no key published, if there is more to decide than that.
         """
         core, table, manager = self._core, self._core.table, self._core.manager
         table.num_calm_steps = 0
         computed = table.num_computed[batch.index]
         if core.in_flight and (
-            table.num_with_matcher or any_set(computed + _ONE >= table.limit[batch.index])
+            table.num_with_matcher or any_set(computed + ONE >= table.limit[batch.index])
         ):
             return False
         is_calm = True
@@ -123,7 +125,7 @@ class RunningPass:
             plan.deltas.append(manager.tables.add_blocks(growing))
             is_calm = False
         if manager.enable_prefix_caching:
-            known = computed + _ONE
+            known = computed + ONE
             if core.in_flight:
                 known = np.minimum(known, table.num_tokens[batch.index])
             filling = manager.tables.filling(batch.index, known)
@@ -131,8 +133,8 @@ class RunningPass:
                 publish_full(core, batch.at[filling], known[filling], step=plan.step_id)
                 is_calm = False
         if is_calm and self._was_calm and not core.in_flight:
-            # Looking ahead costs as much as it saves in a step. Where rows fill their blocks at
-            # all times, two steps without one are seldom, and so is a third.
+            # Looking ahead costs about what one calm step saves. Where some row fills a block in
+            # most steps, two calm ones in a row are rare, so little is lost.
             table.look_ahead(batch, computed)
         self._was_calm = is_calm
         return True

@@ -83,8 +83,8 @@ class RequestTable:
     partial or just full: token ``p`` of a row at ``tail[row, p % block_size]``.
 
     While ``is_level``, every row lacks exactly one token: the last plan took them all as far as
-    they were known. The next ``num_calm_steps`` steps of a token each are known to need no block,
-    fill none and reach no limit, nor do the results before them.
+    they were known. Then the next ``num_calm_steps`` steps of a token each need no block, fill none
+    and reach no limit, nor do the results before them.
 
     Args:
         num_rows: how many there are.
@@ -190,7 +190,7 @@ class RequestTable:
     ) -> list[int]:
         """Give each request a free row, in this order the last in running order; return them.
 
-        There must be so many free rows. Costs two dozen writes a request.
+        There must be so many free rows. Costs a constant number of writes for each request.
         """
         rows = self._free[: -len(states) - 1 : -1]
         del self._free[-len(states) :]
@@ -279,17 +279,23 @@ class RequestTable:
             self.release(row)
 
     def look_ahead(self, batch: RunningBatch, computed: Rows) -> None:
-        """Count the calm steps that follow one in which no row gets a block or fills one.
+        """Count the calm steps that follow the one being planned, and set `num_calm_steps`.
 
         Args:
             batch: all running rows, which are level; no step is in flight.
             computed: int64, for each the tokens computed before the step.
         """
-        # A block is full when the last but one of its tokens is computed before a step.
+        # The i-th step that follows computes token ``computed + i``, and its result appends the
+        # next. Neither may be the last of its block, and the sequence must stay below its limit.
         places = computed % self.block_size_array
         to_full = self.block_size - 2 - places.max().item()
         to_limit = (self.limit[batch.index] - computed).min().item() - 2
         self.num_calm_steps = max(min(to_full, to_limit), 0)
+
+    def unsettle(self) -> None:
+        """Something else than a step of a token each: no longer is it known what rows lack."""
+        self.is_level = False
+        self.num_calm_steps = 0
 
     def flush(self, row: int) -> None:
         """Move the tokens that are only in the tail buffer into the request's sequence."""
