@@ -300,6 +300,31 @@ def test_a7_without_chunking_no_prompt_is_split(prompts: list[int]) -> None:
         assert counts == [num_tokens, 1]
 
 
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 30)), min_size=2, max_size=4),
+    enable_prefix_caching=st.booleans(),
+)
+def test_a7_without_chunking_who_outgrew_a_step_and_gave_way_goes_on(
+    lengths: list[tuple[int, int]], enable_prefix_caching: bool
+) -> None:
+    """Its tokens are no prompt of anybody's: they are computed again in pieces, and nobody waits
+    for ever behind it."""
+    engine = Engine(
+        num_usable_blocks=12,
+        block_size=4,
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        max_model_len=64,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    for index, (num_tokens, max_tokens) in enumerate(lengths):
+        engine.add(f"r{index}", num_tokens, max_tokens=max_tokens)
+    engine.run()
+    engine.assert_as_if_alone()
+
+
 # A31
 
 

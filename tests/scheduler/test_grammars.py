@@ -99,3 +99,21 @@ def test_a_token_that_the_grammar_does_not_allow_ends_its_request() -> None:
     ends = {name: got.finish_reason for name, got in rig.driver.delivered.items()}
     assert ends == {"strict": FinishReason.ERROR, "plain": FinishReason.LENGTH}
     assert rig.driver.delivered["strict"].token_ids[-1] % 2 == 1
+
+
+def test_who_gives_way_while_its_token_is_drawn_is_constrained_all_the_same() -> None:
+    """The mask may be asked for after a later plan, or a reset, took its row."""
+    compiler = Compiler()
+    rig = Rig(grammar=compiler)
+    rig.add("even", structured_output="even", max_tokens=3)
+    rig.driver.step()
+    compiler.futures["even"].set_result(EvenTokens())
+    output = rig.scheduler.schedule()
+    assert rig.scheduler.reset_prefix_cache(preempt_running=True)
+    bitmask = rig.scheduler.get_grammar_bitmask(output)
+    assert bitmask is not None
+    assert (bitmask.rows, bitmask.epochs) == (output.rows, output.epochs)
+    assert (bitmask.bits == 0x55555555).all()
+    rig.runner.execute_model(output)
+    rig.scheduler.update_from_output(output, rig.runner.sample_tokens(bitmask))
+    assert rig.ends() == {"even": FinishReason.LENGTH}

@@ -118,7 +118,9 @@ class AdmissionRules:
             except Exception as error:
                 return fail_later(core, state, "chunk", error)
             num_tokens = max(1, min(answer, num_tokens))
-        if not limits.enable_chunked_prefill and num_tokens > plan.token_budget:
+        # One that gave way with more tokens than any step may have goes on in pieces all the same.
+        is_whole = not limits.enable_chunked_prefill and num_tokens <= limits.max_num_batched_tokens
+        if is_whole and num_tokens > plan.token_budget:
             core.closed = SkipCode.NO_TOKEN_BUDGET
             return Skip(
                 code=SkipCode.ADMISSION_CLOSED, needed=num_tokens, available=plan.token_budget

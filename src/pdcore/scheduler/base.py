@@ -34,7 +34,8 @@ class Limits:
         max_num_batched_tokens: tokens in one step.
         max_model_len: tokens of one request, prompt and output together.
         enable_chunked_prefill: whether a prompt may be computed over several steps. Without it, a
-            prompt longer than ``max_num_batched_tokens`` is refused when it is added.
+            prompt longer than ``max_num_batched_tokens`` is refused when it is added; only what a
+            preempted request of more tokens than that computes again is cut in pieces.
         long_prefill_token_threshold: the most tokens of one request in one step while there are
             other requests; 0 means no cap.
         max_num_parked: how many requests may wait for remote KV at once.

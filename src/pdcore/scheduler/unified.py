@@ -49,6 +49,7 @@ from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import FCFS, SchedulingPolicy
 from pdcore.scheduler.running import RunningPass
+from pdcore.scheduler.state import RequestState
 from pdcore.scheduler.table import RequestTable
 from pdcore.scheduler.validate import refuse_mismatch
 
@@ -197,22 +198,30 @@ class UnifiedScheduler(Scheduler):
 
     def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarBitmask | None:
         core, table = self._core, self._core.table
-        if not table.num_with_matcher:
+        if not (table.num_with_matcher or core.departed):
             return None
-        current = (table.epoch[output.rows] == output.epochs) & output.samples
-        rows = output.rows[current & table.has_matcher[output.rows]]
-        if not rows.size:
+        is_current = table.epoch[output.rows] == output.epochs
+        is_constrained = is_current & table.has_matcher[output.rows]
+        states: dict[int, RequestState] = {}
+        # Who gave way meanwhile still gets its token.
+        for place in (~is_current).nonzero()[0].tolist():
+            state = core.departed.get((int(output.rows[place]), int(output.epochs[place])))
+            if state is not None and state.matcher is not None:
+                is_constrained[place], states[place] = True, state
+        places = (is_constrained & output.samples).nonzero()[0]
+        if not places.size:
             return None
         assert core.grammar is not None
+        rows = output.rows[places]
         bits = np.zeros((rows.size, -(-core.grammar.vocab_size // 32)), np.int32)
-        for index, row in enumerate(rows.tolist()):
-            state = table.state(row)
+        for place, row, line in zip(places.tolist(), rows.tolist(), bits, strict=True):
+            state = states.get(place) or table.state(row)
             assert state.matcher is not None
             try:
-                state.matcher.fill_bitmask(bits[index])
+                state.matcher.fill_bitmask(line)
             except Exception as error:
                 core.failing.append((state, f"its grammar raised {error!r}"))
-        return GrammarBitmask(rows=rows, epochs=table.epoch[rows], bits=bits)
+        return GrammarBitmask(rows=rows, epochs=output.epochs[places], bits=bits)
 
     def update_from_output(
         self, output: SchedulerOutput, model_output: ModelRunnerOutput
