@@ -85,6 +85,7 @@ def test_a_plan_comes_back_as_it_was(data: st.DataObject) -> None:
         finished_rows=int32(data.draw(st.lists(values, max_size=3))),
         connector_meta=data.draw(st.none() | st.text(max_size=2)),
         num_pool_blocks=data.draw(st.integers(0, 2**40)),
+        pool_block_size=data.draw(st.integers(0, 2**20)),
     )
     assert_same(pickle.loads(pickle.dumps(plan)), plan)
 

@@ -20,6 +20,7 @@ __all__ = [
     "check_line",
     "check_not_negative",
     "check_pool_fits",
+    "check_pool_serves",
     "check_positive",
     "check_share",
 ]
@@ -65,6 +66,18 @@ def check_pool_fits(num_pool_blocks: int, num_blocks: int, *, where: str) -> Non
         raise ConfigError(
             f"the scheduler's block pool has {num_pool_blocks} blocks, but {where} has "
             f"{num_blocks}: give LRUBlockPool the num_blocks of the workers' KVCacheConfig"
+        )
+
+
+def check_pool_serves(
+    num_pool_blocks: int, pool_block_size: int, *, num_blocks: int, block_size: int
+) -> None:
+    """Raise `ConfigError` unless a worker's KV cache has the pool's blocks, as far as is known."""
+    check_pool_fits(num_pool_blocks, num_blocks, where="this worker's KV cache")
+    if pool_block_size not in (0, block_size):
+        raise ConfigError(
+            f"the scheduler's block pool has blocks of {pool_block_size} tokens, but this worker's "
+            f"KV cache has blocks of {block_size}: make pool and runner with one block_size"
         )
 
 

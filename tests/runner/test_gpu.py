@@ -427,6 +427,16 @@ def test_a_pool_larger_than_the_cache_is_refused(make_runner: MakeRunner) -> Non
         driver.runner.execute_model(plan)
 
 
+def test_a_pool_with_other_blocks_is_refused(make_runner: MakeRunner) -> None:
+    """Its tables would be read as if they held other tokens, and the answer be wrong."""
+    driver = RunnerDriver(make_runner(), num_blocks=8)
+    driver.start(0, [1, 2, 3])
+    size = 2 * driver.runner.get_kv_cache_spec().block_size
+    plan = attrs.evolve(driver.plan({0: 3}), pool_block_size=size)
+    with pytest.raises(ConfigError, match=f"blocks of {size} tokens, but this worker's KV cache"):
+        driver.runner.execute_model(plan)
+
+
 def test_calls_out_of_order_are_named_errors(make_runner: MakeRunner) -> None:
     """No step before the cache, no sampling without a step, each step sampled once."""
     runner = make_runner()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scheduler_rig import Rig
 
-from pdcore import FinishReason, KVCacheManager, Limits, LRUBlockPool, UnifiedScheduler
+from pdcore import FCFS, FinishReason, KVCacheManager, Limits, LRUBlockPool, UnifiedScheduler
 from pdcore.connector.null import NullConnector, NullSchedulerConnector
 from pdcore.errors import ConfigError, DuplicateRequest, InvalidRequest
 from pdcore.kvcache import KVCacheSpec, PrefixHasher
@@ -18,6 +18,35 @@ def test_a_connector_in_place_of_its_half_is_refused() -> None:
     manager = KVCacheManager(LRUBlockPool(8, 4))
     with pytest.raises(ConfigError, match=r"NullConnector was given .* scheduler_side\(\) returns"):
         UnifiedScheduler(manager, connector=NullConnector())  # type: ignore[arg-type]
+
+
+class Unordered(FCFS):
+    """Wants to order the queue anew in every step, but does not say how."""
+
+    dynamic = True
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"policy": FCFS}, "policy=<class .*FCFS.*: pass an instance of SchedulingPolicy"),
+        ({"limits": Limits}, "limits=<class .*: pass an instance of Limits"),
+        ({"kv_manager": LRUBlockPool(8, 4)}, "pass an instance of KVCacheManager"),
+        ({"policy": Unordered()}, r"Unordered is dynamic, but has no order\(\)"),
+    ],
+)
+def test_what_is_no_part_is_refused_by_name(parts: dict[str, Any], words: str) -> None:
+    """A class in place of an instance, one part in place of another."""
+    with pytest.raises(ConfigError, match=words):
+        UnifiedScheduler(**{"kv_manager": KVCacheManager(LRUBlockPool(8, 4)), **parts})
+
+
+def test_a_manager_needs_a_pool_and_a_scheduler_a_request() -> None:
+    """Numbers and dictionaries are neither."""
+    with pytest.raises(ConfigError, match="pool=64: pass a BlockPool"):
+        KVCacheManager(64)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="got a dict: pass a Request"):
+        Rig().scheduler.add_request({"request_id": "a"})  # type: ignore[arg-type]
 
 
 def test_a_hasher_of_another_block_size_is_refused() -> None:

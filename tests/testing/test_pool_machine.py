@@ -303,7 +303,17 @@ class PublishesWhatComesFirst(NaiveBlockPool):
             raise
 
 
+class CountsTheNullBlock(NaiveBlockPool):
+    """Wants a reference for whatever is released, also for the block that nobody counts."""
+
+    def release(self, ids: Any) -> None:
+        if 0 in ids.tolist():
+            raise BlockMisuse("block 0 has no references")
+        super().release(ids)
+
+
 BROKEN: list[type[NaiveBlockPool]] = [
+    CountsTheNullBlock,
     AcceptsDoubleRelease,
     ForgetsToDropKeys,
     HandsOutTheNullBlock,

@@ -66,6 +66,8 @@ class KVCacheManager:
         groups: tuple[KVCacheSpec, ...] | None = None,
         hasher: PrefixHasher | None = None,
     ) -> None:
+        if not isinstance(pool, BlockPool):
+            raise ConfigError(f"pool={pool!r:.80}: pass a BlockPool, LRUBlockPool(...) for example")
         if groups is not None and len(groups) != 1:
             raise ConfigError(
                 f"{len(groups)} cache groups were given; one is supported. A model that mixes "

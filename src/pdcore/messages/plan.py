@@ -68,6 +68,8 @@ class SchedulerOutput:
         connector_meta: what the scheduler's connector has to say to the workers', or None.
         num_pool_blocks: how many blocks the pool has that the block ids are from, the null block
             included; a worker with fewer raises `ConfigError`. 0 if it is not known.
+        pool_block_size: how many tokens a block of that pool holds; a worker whose blocks hold
+            another number raises `ConfigError`. 0 if it is not known.
     """
 
     step_id: int
@@ -83,13 +85,14 @@ class SchedulerOutput:
     finished_rows: Int32Array
     connector_meta: Any = None
     num_pool_blocks: int = 0
+    pool_block_size: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         plan = wire.pack(_plan_columns(self))
         blocks = wire.pack(_block_columns(self))
         samples = None if all_set(self.samples) else np.packbits(self.samples).tobytes()
         new_reqs = _pack_new_reqs(self.scheduled_new_reqs) if self.scheduled_new_reqs else None
-        facts = (self.step_id, self.connector_meta, self.num_pool_blocks)
+        facts = (self.step_id, self.connector_meta, self.num_pool_blocks, self.pool_block_size)
         return _read_output, (facts, plan, blocks, samples, new_reqs)
 
     @property
@@ -165,13 +168,13 @@ def _read_new_reqs(packed: tuple[Any, ...]) -> tuple[NewRequestData, ...]:
 
 
 def _read_output(
-    facts: tuple[int, Any, int],
+    facts: tuple[int, Any, int, int],
     plan: wire.Columns,
     blocks: wire.Columns,
     samples: bytes | None,
     new_reqs: tuple[Any, ...] | None,
 ) -> SchedulerOutput:
-    step_id, connector_meta, num_pool_blocks = facts
+    step_id, connector_meta, num_pool_blocks, pool_block_size = facts
     rows, epochs, num_scheduled_tokens, num_computed_tokens, finished_rows = wire.unpack(plan)
     block_rows, block_positions, block_ids = wire.unpack(blocks)
     if samples is None:
@@ -193,4 +196,5 @@ def _read_output(
         finished_rows=finished_rows,
         connector_meta=connector_meta,
         num_pool_blocks=num_pool_blocks,
+        pool_block_size=pool_block_size,
     )

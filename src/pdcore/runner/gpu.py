@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdcore.checks import check_pool_fits
+from pdcore.checks import check_pool_serves
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.errors import ConfigError, ExecutorError
 from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
@@ -199,7 +199,12 @@ class GPUModelRunner(ModelRunner):
     def execute_model(self, output: SchedulerOutput) -> None:
         if self._kv_cache is None:
             raise ExecutorError("execute_model was called before initialize_from_config")
-        check_pool_fits(output.num_pool_blocks, len(self._kv_cache), where="this worker's KV cache")
+        check_pool_serves(
+            output.num_pool_blocks,
+            output.pool_block_size,
+            num_blocks=len(self._kv_cache),
+            block_size=self._spec.block_size,
+        )
         if self._connector is not None and output.connector_meta is not None:
             if self._device.type == "cuda":
                 # Blocks that a load fills may have been written by kernels that still run.

@@ -92,6 +92,7 @@ class Dispatch:
             block_ids=delta.ids,
             finished_rows=np.array(finished_rows, np.int32) if finished_rows else _NO_ROWS,
             num_pool_blocks=core.manager.pool.num_blocks,
+            pool_block_size=core.manager.block_size,
         )
         return output if core.connector is None else self._with_meta(output, plan)
 

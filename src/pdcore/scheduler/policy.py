@@ -1,7 +1,7 @@
 """Scheduling policies: who goes first, who waits, who gives way.
 
 Subclass `SchedulingPolicy` and override the hooks you need. The scheduler itself guards token
-budget, blocks and progress, so no hook can break those.
+budget, blocks and the progress of what runs, so no hook can break those.
 """
 
 from __future__ import annotations

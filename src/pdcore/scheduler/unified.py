@@ -12,10 +12,7 @@ import numpy.typing as npt
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import KVConnector, SchedulerConnector
 from pdcore.connector.stats import ConnectorStats
-from pdcore.errors import (
-    ConfigError,
-    OutputOrder,
-)
+from pdcore.errors import ConfigError, InvalidRequest, OutputOrder
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import (
     GrammarBitmask,
@@ -89,7 +86,8 @@ class UnifiedScheduler(Scheduler):
         grammar: GrammarBackend | None = None,
         clock: Clock | None = None,
     ) -> None:
-        limits = limits or Limits()
+        policy, limits = policy or FCFS(), limits or Limits()
+        _check_parts(kv_manager, policy, limits)
         if isinstance(connector, KVConnector):
             raise ConfigError(
                 f"a {type(connector).__name__} was given as connector: pass the half that its "
@@ -105,7 +103,7 @@ class UnifiedScheduler(Scheduler):
             connector.bind_kv_manager(kv_manager)
         self._core = Core(
             manager=kv_manager,
-            policy=policy or FCFS(),
+            policy=policy,
             limits=limits,
             clock=clock or MonotonicClock(),
             connector=connector,
@@ -137,6 +135,8 @@ class UnifiedScheduler(Scheduler):
         return self._core.limits
 
     def add_request(self, request: Request) -> RequestHandle:
+        if not isinstance(request, Request):
+            raise InvalidRequest(f"add_request() got a {type(request).__name__}: pass a Request")
         return self._arrivals.add(request)
 
     def abort_requests(self, requests: Iterable[str | RequestHandle]) -> None:
@@ -398,3 +398,20 @@ class UnifiedScheduler(Scheduler):
             if not self._loading.roll_back_landed():
                 break
             self._admission.run(plan)
+
+
+def _check_parts(kv_manager: KVCacheManager, policy: SchedulingPolicy, limits: Limits) -> None:
+    """Raise `ConfigError` for what cannot be a part: a class in place of an instance, say."""
+    parts = (
+        ("kv_manager", kv_manager, KVCacheManager),
+        ("policy", policy, SchedulingPolicy),
+        ("limits", limits, Limits),
+    )
+    for name, part, kind in parts:
+        if not isinstance(part, kind):
+            raise ConfigError(f"{name}={part!r:.80}: pass an instance of {kind.__name__}")
+    if policy.dynamic and type(policy).order is SchedulingPolicy.order:
+        raise ConfigError(
+            f"{type(policy).__name__} is dynamic, but has no order(): override it, or leave "
+            "dynamic at False"
+        )

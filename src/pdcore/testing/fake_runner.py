@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
-from pdcore.checks import check_pool_fits
+from pdcore.checks import check_pool_serves
 from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.connector.layout import KVLayout
 from pdcore.errors import ConfigError, ExecutorError
@@ -117,6 +117,10 @@ class FakeKVRunner(ModelRunner):
     def initialize_from_config(self, config: KVCacheConfig) -> None:
         if self._state is not None:
             raise ConfigError("initialize_from_config() was called before: a cache is made once")
+        if config.spec != self._spec:
+            raise ConfigError(
+                f"the KV cache was configured for {config.spec}, but the runner needs {self._spec}"
+            )
         block_size = config.spec.block_size
         memory = FakeKVMemory(
             num_blocks=config.num_blocks,
@@ -147,14 +151,18 @@ class FakeKVRunner(ModelRunner):
         """As promised by `ModelRunner`.
 
         Raises:
-            ConfigError: the scheduler's pool has more blocks than this worker.
+            ConfigError: the scheduler's pool has more blocks than this worker, or others.
             PlanError: the plan contradicts itself or what the worker knows.
             StaleKV: a row would read KV that is not its own.
         """
         state, connector = self._initialized(), self._connector
         self._executed = []
-        num_blocks = state.caches.num_blocks
-        check_pool_fits(output.num_pool_blocks, num_blocks, where="this worker's KV cache")
+        check_pool_serves(
+            output.num_pool_blocks,
+            output.pool_block_size,
+            num_blocks=state.caches.num_blocks,
+            block_size=self._spec.block_size,
+        )
         self._raise_step_fault(output)
         state.rows.apply(output)
         output, self._again = self._without_failed(output)
