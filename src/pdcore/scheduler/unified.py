@@ -43,12 +43,12 @@ from pdcore.scheduler.explaining import explain
 from pdcore.scheduler.grammar import GrammarBackend
 from pdcore.scheduler.intake import Intake
 from pdcore.scheduler.loading import Loading
+from pdcore.scheduler.masking import make_bitmask
 from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import FCFS, SchedulingPolicy
 from pdcore.scheduler.running import RunningPass
-from pdcore.scheduler.state import RequestState
 from pdcore.scheduler.table import RequestTable
-from pdcore.scheduler.validate import refuse_mismatch
+from pdcore.scheduler.validate import check_parts, refuse_mismatch
 
 __all__ = ["UnifiedScheduler"]
 
@@ -87,7 +87,7 @@ class UnifiedScheduler(Scheduler):
         clock: Clock | None = None,
     ) -> None:
         policy, limits = policy or FCFS(), limits or Limits()
-        _check_parts(kv_manager, policy, limits)
+        check_parts(kv_manager, policy, limits)
         if isinstance(connector, KVConnector):
             raise ConfigError(
                 f"a {type(connector).__name__} was given as connector: pass the half that its "
@@ -197,31 +197,7 @@ class UnifiedScheduler(Scheduler):
         return output
 
     def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarBitmask | None:
-        core, table = self._core, self._core.table
-        if not (table.num_with_matcher or core.departed):
-            return None
-        is_current = table.epoch[output.rows] == output.epochs
-        is_constrained = is_current & table.has_matcher[output.rows]
-        states: dict[int, RequestState] = {}
-        # Who gave way meanwhile still gets its token.
-        for place in (~is_current).nonzero()[0].tolist():
-            state = core.departed.get((int(output.rows[place]), int(output.epochs[place])))
-            if state is not None and state.matcher is not None:
-                is_constrained[place], states[place] = True, state
-        places = (is_constrained & output.samples).nonzero()[0]
-        if not places.size:
-            return None
-        assert core.grammar is not None
-        rows = output.rows[places]
-        bits = np.zeros((rows.size, -(-core.grammar.vocab_size // 32)), np.int32)
-        for place, row, line in zip(places.tolist(), rows.tolist(), bits, strict=True):
-            state = states.get(place) or table.state(row)
-            assert state.matcher is not None
-            try:
-                state.matcher.fill_bitmask(line)
-            except Exception as error:
-                core.failing.append((state, f"its grammar raised {error!r}"))
-        return GrammarBitmask(rows=rows, epochs=output.epochs[places], bits=bits)
+        return make_bitmask(self._core, output)
 
     def update_from_output(
         self, output: SchedulerOutput, model_output: ModelRunnerOutput
@@ -398,20 +374,3 @@ class UnifiedScheduler(Scheduler):
             if not self._loading.roll_back_landed():
                 break
             self._admission.run(plan)
-
-
-def _check_parts(kv_manager: KVCacheManager, policy: SchedulingPolicy, limits: Limits) -> None:
-    """Raise `ConfigError` for what cannot be a part: a class in place of an instance, say."""
-    parts = (
-        ("kv_manager", kv_manager, KVCacheManager),
-        ("policy", policy, SchedulingPolicy),
-        ("limits", limits, Limits),
-    )
-    for name, part, kind in parts:
-        if not isinstance(part, kind):
-            raise ConfigError(f"{name}={part!r:.80}: pass an instance of {kind.__name__}")
-    if policy.dynamic and type(policy).order is SchedulingPolicy.order:
-        raise ConfigError(
-            f"{type(policy).__name__} is dynamic, but has no order(): override it, or leave "
-            "dynamic at False"
-        )

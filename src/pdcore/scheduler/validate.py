@@ -7,15 +7,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdcore.errors import InvalidRequest, OutputMismatch
+from pdcore.errors import ConfigError, InvalidRequest, OutputMismatch
+from pdcore.kvcache.manager import KVCacheManager
 from pdcore.masks import all_set, any_set
 from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.request import Request
+from pdcore.scheduler.base import Limits
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.policy import SchedulingPolicy
 
-__all__ = ["policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
+__all__ = ["check_parts", "policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
 
 _ZERO = np.array(0, np.int32)
+
+
+def check_parts(kv_manager: KVCacheManager, policy: SchedulingPolicy, limits: Limits) -> None:
+    """Raise `ConfigError` for what cannot be a part: a class in place of an instance, say."""
+    parts = (
+        ("kv_manager", kv_manager, KVCacheManager),
+        ("policy", policy, SchedulingPolicy),
+        ("limits", limits, Limits),
+    )
+    for name, part, kind in parts:
+        if not isinstance(part, kind):
+            raise ConfigError(f"{name}={part!r:.80}: pass an instance of {kind.__name__}")
+    if policy.dynamic and type(policy).order is SchedulingPolicy.order:
+        raise ConfigError(
+            f"{type(policy).__name__} is dynamic, but has no order(): override it, or leave "
+            "dynamic at False"
+        )
 
 
 def refuse_what_cannot_fit(core: Core, request: Request) -> None:
