@@ -56,10 +56,11 @@ def main() -> None:
         for event in result.outputs:
             if event.finish_reason is not None:
                 names = {row: name for row, name in names.items() if name != event.request_id}
+                again = ", after it had given way and begun anew" if event.num_preemptions else ""
                 print(
                     f"      {event.request_id} is done: {event.num_prompt_tokens} prompt tokens "
                     f"({event.num_cached_tokens} from the cache), {event.num_output_tokens} output "
-                    f"tokens, preempted {event.num_preemptions} times"
+                    f"tokens{again}"
                 )
     scheduler.check()
 

@@ -74,9 +74,7 @@ def main() -> None:
         for tenant in dict.fromkeys(ARRIVALS):
             steps = [step for name, step in order if name.startswith(tenant)]
             mean = sum(steps) / len(steps)
-            print(
-                f"  {tenant}: {len(steps)} requests, first token after {mean:4.1f} steps on average"
-            )
+            print(f"  {tenant}: first token after {mean:4.1f} steps, the mean of {len(steps)}")
 
 
 if __name__ == "__main__":

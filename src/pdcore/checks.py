@@ -19,6 +19,7 @@ __all__ = [
     "check_flag",
     "check_line",
     "check_not_negative",
+    "check_part",
     "check_pool_fits",
     "check_pool_serves",
     "check_positive",
@@ -74,15 +75,12 @@ def check_pool_serves(
 ) -> None:
     """Raise `ConfigError` unless a worker's KV cache has the pool's blocks, as far as is known."""
     check_pool_fits(num_pool_blocks, num_blocks, where="this worker's KV cache")
-    if pool_block_size not in (0, block_size):
-        raise ConfigError(
-            f"the scheduler's block pool has blocks of {pool_block_size} tokens, but this worker's "
-            f"KV cache has blocks of {block_size}: make pool and runner with one block_size"
-        )
+    if pool_block_size:
+        check_block_size("this worker's block_size", block_size, pool_block_size)
 
 
 def check_block_size(setting: str, block_size: int, pool_block_size: int) -> None:
-    """Raise `ConfigError` unless a connector has the pool's block size; ``setting`` names its."""
+    """Raise `ConfigError` unless a part has the pool's block size; ``setting`` names its own."""
     if block_size != pool_block_size:
         raise ConfigError(
             f"{setting}={block_size}, but the scheduler's block pool has blocks of "
@@ -115,6 +113,12 @@ def check_not_negative(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number, 0 or above."""
     if not 0 <= _as_float(value) < math.inf:
         raise ConfigError(f"{name}={value!r:.80}: must be a finite number, 0 or above")
+
+
+def check_part(name: str, part: Any, kind: type) -> None:
+    """Raise `ConfigError` unless ``part`` is an instance of ``kind``, not that class itself."""
+    if not isinstance(part, kind):
+        raise ConfigError(f"{name}={part!r:.80}: pass an instance of {kind.__name__}")
 
 
 def check_share(name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from types import FrameType
 import attrs
 import numpy as np
 
-from pdcore.checks import check_count
+from pdcore.checks import check_count, check_part
 from pdcore.clock import Clock
 from pdcore.messages import ModelRunnerOutput, SchedulerOutput, StepResult, TransferReport
 from pdcore.runner.executor.base import Executor
@@ -71,7 +71,9 @@ def step(
     Raises:
         ExecutorError: the step failed on a worker. Its plan was taken back: the same requests run
             again with the next step, unless the executor is dead.
+        ConfigError: ``executor`` is of another kind, a model runner say; nothing was planned.
     """
+    check_part("executor", executor, Executor)
     model_output = _NOTHING
     try:
         with uninterrupted():
@@ -155,7 +157,8 @@ class BatchQueue:
             more.
 
     Raises:
-        ConfigError: ``depth`` is less than 1.
+        ConfigError: ``depth`` is less than 1, or a part is of another kind: a model runner in place
+            of an executor, say.
     """
 
     def __init__(
@@ -166,6 +169,8 @@ class BatchQueue:
         depth: int = 2,
         aborts: Callable[[], Iterable[str | RequestHandle]] = tuple,
     ) -> None:
+        check_part("scheduler", scheduler, Scheduler)
+        check_part("executor", executor, Executor)
         check_count("depth", depth)
         self.depth = depth
         self._scheduler = scheduler

@@ -13,7 +13,7 @@ from loop_engines import BLOCK_SIZE, NUM_BLOCKS, QueueRig, make_requests, make_s
 
 from pdcore import FinishReason, MonotonicClock, Request, SamplingParams
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric
-from pdcore.errors import ExecutorError, OutputMismatch
+from pdcore.errors import ConfigError, ExecutorError, OutputMismatch
 from pdcore.loop import BatchQueue, Waker, step, wait
 from pdcore.messages import GrammarBitmask, StepResult
 from pdcore.runner.executor import InProcessExecutor
@@ -53,6 +53,17 @@ def test_a_step_that_fails_on_the_worker_is_run_again(
     assert len(errors) == 2
     assert all("the device hiccuped" in error for error in errors)
     assert tokens == {r.request_id: runner.solo_tokens(r) for r in requests}
+
+
+def test_a_runner_in_place_of_its_executor_is_refused(runner: FakeKVRunner) -> None:
+    """Both loops say what they need, and nothing was planned."""
+    scheduler = make_scheduler()
+    scheduler.add_request(make_requests()[0])
+    with pytest.raises(ConfigError, match=r"executor=<.*: pass an instance of Executor"):
+        step(scheduler, runner)
+    with pytest.raises(ConfigError, match=r"executor=<.*: pass an instance of Executor"):
+        BatchQueue(scheduler, runner)
+    assert not scheduler.in_flight
 
 
 def test_aborts_are_asked_for_after_the_model_ran(executor: InProcessExecutor) -> None:

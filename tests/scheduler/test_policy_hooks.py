@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,21 @@ def test_a_key_that_raises_or_cannot_be_compared_refuses_its_request() -> None:
     with pytest.raises(InvalidRequest, match="cannot be compared"):
         rig.add("text", metadata="x")
     assert rig.ends()["number"] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("key", [math.nan, np.float32("nan"), (1, math.nan)])
+def test_a_key_without_a_place_in_the_order_refuses_its_request(key: Any) -> None:
+    """NaN is neither before nor after any other key, so a heap that holds it has no order."""
+
+    class Mixed(FCFS):
+        def key(self, request: Request) -> Any:
+            return request.metadata
+
+    rig = Rig(policy=Mixed())
+    rig.add("good", metadata=(1, 2.0) if isinstance(key, tuple) else 1.0)
+    with pytest.raises(InvalidRequest, match="NaN has no place in an order"):
+        rig.add("bad", metadata=key)
+    assert rig.ends()["good"] is FinishReason.LENGTH
 
 
 class BrokenOrder(FCFS):

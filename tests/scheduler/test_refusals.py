@@ -43,7 +43,7 @@ def test_what_is_no_part_is_refused_by_name(parts: dict[str, Any], words: str) -
 
 def test_a_manager_needs_a_pool_and_a_scheduler_a_request() -> None:
     """Numbers and dictionaries are neither."""
-    with pytest.raises(ConfigError, match="pool=64: pass a BlockPool"):
+    with pytest.raises(ConfigError, match="pool=64: pass an instance of BlockPool"):
         KVCacheManager(64)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="got a dict: pass a Request"):
         Rig().scheduler.add_request({"request_id": "a"})  # type: ignore[arg-type]

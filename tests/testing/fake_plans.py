@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from pdcore.request import SamplingParams
 from pdcore.testing import FakeKVRunner
 
 PROMPT = tuple(range(11, 21))
+_STEP_IDS = itertools.count()
 
 
 def int32(values: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -62,14 +64,17 @@ def plan(
     blocks: Sequence[tuple[int, int, int]] = (),
     finished: Sequence[int] = (),
     epochs: Sequence[int] | None = None,
-    step_id: int = 0,
+    step_id: int | None = None,
     connector_meta: Any = None,
 ) -> SchedulerOutput:
-    """A plan; each line is (row, num_computed_tokens, num_scheduled_tokens, samples)."""
+    """A plan; each line is (row, num_computed_tokens, num_scheduled_tokens, samples).
+
+    Without a ``step_id`` it comes after all that were made before.
+    """
     columns = list(zip(*lines, strict=True)) or [(), (), (), ()]
     changes = list(zip(*blocks, strict=True)) or [(), (), ()]
     return SchedulerOutput(
-        step_id=step_id,
+        step_id=next(_STEP_IDS) if step_id is None else step_id,
         rows=int32(columns[0]),
         epochs=int32([0] * len(lines) if epochs is None else epochs),
         num_computed_tokens=int32(columns[1]),

@@ -225,9 +225,21 @@ WRONG_PLANS = {
 def test_a_plan_that_contradicts_the_worker_is_an_error(message: str):
     """Whatever a plan claims about a row is checked against the worker's own count."""
     runner = make_runner()
-    run(runner, plan((0, 0, 10, True), new_reqs=[KNOWN]))
+    run(runner, plan((0, 0, 10, True), new_reqs=[KNOWN], step_id=0))
     with pytest.raises(PlanError, match=message):
-        runner.execute_model(WRONG_PLANS[message])
+        runner.execute_model(attrs.evolve(WRONG_PLANS[message], step_id=1))
+
+
+def test_a_plan_runs_once_and_none_after_a_newer_one():
+    """A step that is run again, or late, is an error even if it tells all its rows afresh."""
+    runner = make_runner()
+    older = plan((1, 0, 10, True), new_reqs=[new(1, block_ids=[4, 5, 6], uid=2)])
+    output = plan((0, 0, 10, True), new_reqs=[KNOWN])
+    run(runner, output)
+    for stale in (output, older):
+        message = f"step {stale.step_id} comes after step {output.step_id}: each plan runs once"
+        with pytest.raises(PlanError, match=message):
+            runner.execute_model(stale)
 
 
 def test_a_plan_past_the_block_table_is_an_error():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -350,6 +353,22 @@ def test_a_broken_pool_fails(make_pool: type[NaiveBlockPool]):
     machine = block_pool_machine(make_pool, with_events=True)
     with pytest.raises((AssertionError, PdcoreError)):
         run_state_machine_as_test(machine, settings=QUICK)
+
+
+def test_a_failure_shows_the_values_that_differ(tmp_path: Path):
+    """In a test run the machine's own claims say what they saw, as those of a test's file do."""
+    (tmp_path / "test_it.py").write_text(
+        "from pdcore.testing import NaiveBlockPool, block_pool_machine\n"
+        "class CountsTwice(NaiveBlockPool):\n"
+        "    @property\n"
+        "    def num_free_blocks(self):\n"
+        "        return 1000\n"
+        "TestIt = block_pool_machine(CountsTwice).TestCase\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "assert 1000 == " in done.stdout
 
 
 def test_a_pool_of_another_order_fails_when_the_order_is_exact():

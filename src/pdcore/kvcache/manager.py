@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.checks import check_part
 from pdcore.errors import ConfigError, OutOfBlocks
 from pdcore.kvcache.base import BlockPool
 from pdcore.kvcache.prefix import PrefixHasher
@@ -66,8 +67,7 @@ class KVCacheManager:
         groups: tuple[KVCacheSpec, ...] | None = None,
         hasher: PrefixHasher | None = None,
     ) -> None:
-        if not isinstance(pool, BlockPool):
-            raise ConfigError(f"pool={pool!r:.80}: pass a BlockPool, LRUBlockPool(...) for example")
+        check_part("pool", pool, BlockPool)
         if groups is not None and len(groups) != 1:
             raise ConfigError(
                 f"{len(groups)} cache groups were given; one is supported. A model that mixes "

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.checks import check_part
 from pdcore.errors import ConfigError, InvalidRequest, OutputMismatch
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.masks import all_set, any_set
@@ -19,18 +20,14 @@ from pdcore.scheduler.policy import SchedulingPolicy
 __all__ = ["check_parts", "policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
 
 _ZERO = np.array(0, np.int32)
+_FLOATS = (float, np.floating)
 
 
 def check_parts(kv_manager: KVCacheManager, policy: SchedulingPolicy, limits: Limits) -> None:
     """Raise `ConfigError` for what cannot be a part: a class in place of an instance, say."""
-    parts = (
-        ("kv_manager", kv_manager, KVCacheManager),
-        ("policy", policy, SchedulingPolicy),
-        ("limits", limits, Limits),
-    )
-    for name, part, kind in parts:
-        if not isinstance(part, kind):
-            raise ConfigError(f"{name}={part!r:.80}: pass an instance of {kind.__name__}")
+    check_part("kv_manager", kv_manager, KVCacheManager)
+    check_part("policy", policy, SchedulingPolicy)
+    check_part("limits", limits, Limits)
     if policy.dynamic and type(policy).order is SchedulingPolicy.order:
         raise ConfigError(
             f"{type(policy).__name__} is dynamic, but has no order(): override it, or leave "
@@ -84,7 +81,16 @@ def policy_key(core: Core, request: Request) -> Any:
             f"request {request.request_id!r} was refused: the policy's key() raised {error!r}, or "
             "returned what cannot be compared with other keys"
         ) from error
+    if any(isinstance(part, _FLOATS) and part != part for part in _parts(key)):
+        raise InvalidRequest(
+            f"request {request.request_id!r} was refused: the policy's key() returned {key!r}, and "
+            "NaN has no place in an order; return another number"
+        )
     return key
+
+
+def _parts(key: Any) -> tuple[Any, ...]:
+    return key if isinstance(key, tuple) else (key,)
 
 
 def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> bool:

@@ -6,6 +6,7 @@ need the ``testing`` extra; without it, asking for them raises `MissingExtra`.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pdcore.clock import VirtualClock
@@ -37,12 +38,16 @@ __all__ = [
     "run_to_completion",
 ]
 
+_WITH_ASSERTS = ("pdcore.testing.pool_comparison", "pdcore.testing.pool_machine")
 _NEED_HYPOTHESIS = ("BlockPoolMachine", "block_pool_machine")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEED_HYPOTHESIS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "pytest" in sys.modules:
+        # So that a claim that fails shows the values that it was about, as in a test's own file.
+        sys.modules["pytest"].register_assert_rewrite(*_WITH_ASSERTS)
     from pdcore.testing import pool_machine
 
     return getattr(pool_machine, name)

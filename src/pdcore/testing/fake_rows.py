@@ -80,9 +80,20 @@ class FakeRows:
         self._block_size = block_size
         self._rows: dict[int, FakeRow] = {}
         self._last_tenancies: dict[int, tuple[int, int]] = {}
+        self._last_step = -1
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Apply a plan's changes: rows given up, rows started or told afresh, block tables."""
+        """Apply a plan's changes: rows given up, rows started or told afresh, block tables.
+
+        Raises:
+            PlanError: the plan was applied before, or does not fit what is known of a row.
+        """
+        if output.step_id <= self._last_step:
+            raise PlanError(
+                f"step {output.step_id} comes after step {self._last_step}: each plan runs once, "
+                "in the order in which plans were made"
+            )
+        self._last_step = output.step_id
         for row in output.finished_rows.tolist():
             # Told twice when a plan that may have reached the worker was abandoned.
             self._rows.pop(row, None)

@@ -134,6 +134,15 @@ def test_the_runner_is_built_and_run_on_the_named_thread(start: Start):
     assert runner.calls == [(name, "model") for name in names]
 
 
+def test_what_makes_no_runner_is_refused_by_name():
+    """A runner is no function that makes one, and what is made must be a runner."""
+    with pytest.raises(ConfigError, match=r"make_runner=<.*lambda: runner"):
+        InProcessExecutor(Recorder())
+    executor = InProcessExecutor(lambda: Recorder)
+    with pytest.raises(ConfigError, match=r"make_runner\(\)=<.*: pass an instance of ModelRunner"):
+        executor.start()
+
+
 def test_a_runner_that_cannot_be_built_leaves_nothing_behind():
     """`start` raises the runner's own error and its thread is gone."""
 

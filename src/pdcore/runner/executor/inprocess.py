@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 
 import attrs
 
+from pdcore.checks import check_part
 from pdcore.errors import ConfigError, ExecutorDead, ExecutorError
 from pdcore.kvcache.spec import KVCacheConfig
 from pdcore.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -67,7 +68,8 @@ class InProcessExecutor(Executor):
     goes on. Only what is not an `Exception`, such as `SystemExit`, ends the thread.
 
     Args:
-        make_runner: builds the runner; called once, on the executor's thread.
+        make_runner: builds the runner; called once, on the executor's thread. A `ModelRunner`
+            class without arguments will do.
         num_blocks: size of the KV cache, the null block included; None takes what the runner's
             memory allows.
         name: the thread's name.
@@ -82,6 +84,11 @@ class InProcessExecutor(Executor):
         name: str = "pdcore-runner",
         close_timeout_s: float = 30.0,
     ) -> None:
+        if not callable(make_runner):
+            raise ConfigError(
+                f"make_runner={make_runner!r:.80}: pass a function that makes the runner, which is "
+                "called on the executor's thread: lambda: runner, say"
+            )
         if num_blocks is not None and num_blocks < 2:
             raise ConfigError(
                 f"num_blocks={num_blocks}: at least 2 are needed, since block 0 is the null block"
@@ -225,7 +232,9 @@ class InProcessExecutor(Executor):
     def _run(self, ready: Future[KVCacheConfig]) -> None:
         runner: ModelRunner | None = None
         try:
-            runner = self._make_runner()
+            made = self._make_runner()
+            check_part("make_runner()", made, ModelRunner)
+            runner = made
             config = self._initialize(runner)
         except BaseException as error:
             _close_runner(runner)
