@@ -6,13 +6,13 @@ failing life shrinks.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from random import Random
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from grammars import CompilesAtOnce
 from pdcore import (
     FCFS,
     FinishReason,
@@ -33,7 +33,7 @@ from pdcore import (
 from pdcore.connector import KVConnector
 from pdcore.errors import InvalidRequest
 from pdcore.kvcache import KVCacheConfig, PrefixHasher
-from pdcore.scheduler import GrammarBackend, GrammarMatcher
+from pdcore.scheduler import GrammarMatcher
 from pdcore.testing import FakeKVRunner
 from pdcore.testing.chain import Chain, chain_seed
 
@@ -58,21 +58,6 @@ class Matcher(GrammarMatcher):
     def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
         for token in filter(self.allows, range(VOCAB_SIZE)):
             bits[token // 32] |= np.array(1 << token % 32, np.uint32).view(np.int32)
-
-
-class Grammar(GrammarBackend):
-    """Compiles at once, and keeps what it compiled by request id."""
-
-    vocab_size = VOCAB_SIZE
-
-    def __init__(self) -> None:
-        self.matchers: dict[str, Matcher] = {}
-
-    def compile(self, request: Request) -> Future[GrammarMatcher]:
-        future: Future[GrammarMatcher] = Future()
-        self.matchers[request.request_id] = Matcher()
-        future.set_result(self.matchers[request.request_id])
-        return future
 
 
 def solo_tokens(runner: FakeKVRunner, request: Request, *, max_model_len: int) -> list[int]:
@@ -186,7 +171,7 @@ class Simulation:
             groups=(spec,),
             hasher=hasher,
         )
-        self.grammar = Grammar()
+        self.grammar = CompilesAtOnce(lambda request: Matcher(), vocab_size=VOCAB_SIZE)
         policy = Priority(displace=True) if self.rarely(0.2) else random.choice(POLICIES)()
         self.scheduler = UnifiedScheduler(
             manager,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 import pytest
 from harness import Engine
 
+from grammars import AnyToken, CompilesAtOnce, CompilesLater
 from pdcore.connector.base import ExternalMatch, FinishedBlocks, HandOver, KVConnector, KVLoad
 from pdcore.connector.null import NullSchedulerConnector, NullWorkerConnector
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
@@ -18,8 +18,6 @@ from pdcore.scheduler import (
     FCFS,
     Admission,
     AdmissionContext,
-    GrammarBackend,
-    GrammarMatcher,
     SkipCode,
 )
 
@@ -89,10 +87,12 @@ class _BrittleHalf(NullSchedulerConnector):
         return None
 
 
-class Compiled(GrammarMatcher):
-    """Allows all tokens, unless it is told where to fail."""
+class Broken(AnyToken):
+    """Fails where it is told to, from `compile` on."""
 
-    def __init__(self, fails_in: str = "") -> None:
+    def __init__(self, fails_in: str) -> None:
+        if fails_in == "compile":
+            raise RuntimeError("boom")
         self._fails_in = fails_in
 
     def accept(self, token_id: int) -> bool:
@@ -101,27 +101,9 @@ class Compiled(GrammarMatcher):
         return self._fails_in != "refuse"
 
     def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
-        bits[:] = -1
+        super().fill_bitmask(bits)
         if self._fails_in == "fill_bitmask":
             raise RuntimeError("boom")
-
-
-class Grammars(GrammarBackend):
-    """Hands out one future for each request, for the test to fulfil."""
-
-    vocab_size = 32_000
-
-    def __init__(self, *, fails_in: str | None = None) -> None:
-        self.futures: dict[str, Future[GrammarMatcher]] = {}
-        self._fails_in = fails_in
-
-    def compile(self, request: Request) -> Future[GrammarMatcher]:
-        if self._fails_in == "compile":
-            raise RuntimeError("boom")
-        future = self.futures[request.request_id] = Future()
-        if self._fails_in is not None:
-            future.set_result(Compiled(self._fails_in))
-        return future
 
 
 def _assert_only_b_fails(engine: Engine, **options: Any) -> None:
@@ -167,7 +149,8 @@ def test_a29_a_connector_that_raises_at_the_end_costs_nobody_anything() -> None:
 @pytest.mark.parametrize("place", ["compile", "fill_bitmask", "accept", "refuse"])
 def test_a29_a_grammar_that_raises_ends_its_request_alone(place: str) -> None:
     """The request whose grammar breaks ends with an error; the others finish."""
-    _assert_only_b_fails(Engine(grammar=Grammars(fails_in=place)), structured_output="any")
+    grammar = CompilesAtOnce(lambda request: Broken(place))
+    _assert_only_b_fails(Engine(grammar=grammar), structured_output="any")
 
 
 # A30
@@ -175,7 +158,7 @@ def test_a29_a_grammar_that_raises_ends_its_request_alone(place: str) -> None:
 
 def test_a30_a_request_runs_past_one_whose_grammar_is_not_ready_and_then_fails() -> None:
     """A head that waits for its grammar holds up nobody; when that fails, it alone ends."""
-    grammars = Grammars()
+    grammars = CompilesLater()
     engine = Engine(grammar=grammars)
     engine.add("head", 8, structured_output="any")
     engine.add("plain", 8, max_tokens=2)
@@ -191,7 +174,7 @@ def test_a30_a_request_runs_past_one_whose_grammar_is_not_ready_and_then_fails()
 
 def test_a30_a_grammar_that_never_comes_has_a_deadline() -> None:
     """A request whose grammar is not there in time ends with an error that says so."""
-    engine = Engine(grammar=Grammars(), grammar_timeout_s=5.0)
+    engine = Engine(grammar=CompilesLater(), grammar_timeout_s=5.0)
     engine.add("x", 8, structured_output="any")
     assert engine.scheduler.next_wakeup() == 5.0
     engine.run()
@@ -202,7 +185,7 @@ def test_a30_a_grammar_that_never_comes_has_a_deadline() -> None:
 
 def test_a30_an_abort_while_the_grammar_compiles_leaves_nothing() -> None:
     """The compilation is cancelled, and its late result is nobody's."""
-    grammars = Grammars()
+    grammars = CompilesLater()
     engine = Engine(grammar=grammars)
     engine.add("x", 8, structured_output="any")
     engine.abort("x")

@@ -15,8 +15,9 @@ import pytest
 from harness import Engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import DEPTHS, END, MaskBlind, Pipeline, Texts
+from pipelines import DEPTHS, END, MaskBlind, Pipeline
 
+from grammars import CompilesAtOnce, text_of
 from pdcore.errors import OutputMismatch
 from pdcore.messages import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from pdcore.request import FinishReason
@@ -41,7 +42,7 @@ def test_d6_a_row_that_the_worker_leaves_out_moves_no_mask_to_another_row(
     def fault(request_id: str, position: int) -> str | None:
         return "NaN" if (request_id, position) == (f"r{failing}", fails_at) else None
 
-    grammar = Texts()
+    grammar = CompilesAtOnce(text_of)
     engine = Engine(grammar=grammar, runner={"row_fault": fault})
     texts = {f"r{i}": range(100 * i + 10, 100 * i + 16) for i in range(len(structured))}
     for (request_id, text), is_structured in zip(texts.items(), structured, strict=True):
@@ -58,7 +59,7 @@ def test_d6_a_row_that_the_worker_leaves_out_moves_no_mask_to_another_row(
 
 def test_d6_the_order_of_a_masks_rows_means_nothing() -> None:
     """The runner finds each row's mask by its name."""
-    engine = Engine(grammar=Texts())
+    engine = Engine(grammar=CompilesAtOnce(text_of))
     for index in range(3):
         engine.add(f"r{index}", 8, max_tokens=1, structured_output=[50 + index])
     output = engine.schedule()
@@ -83,7 +84,7 @@ def test_d7_a_mask_of_another_epoch_is_not_applied_and_not_believed(depth: int) 
                 bitmask = attrs.evolve(bitmask, epochs=bitmask.epochs - 1)
             return super().sample_tokens(bitmask, non_block=non_block)
 
-    engine = Engine(grammar=Texts())
+    engine = Engine(grammar=CompilesAtOnce(text_of))
     engine.add("a", 8, structured_output=[50, 51, 52, 53])
     engine.add("b", 8)
     Pipeline(engine, depth=depth, make_executor=Stale).run()
@@ -117,7 +118,7 @@ def test_d7_a_result_with_drafts_that_nobody_planned_is_refused() -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_d8_a_grammar_has_seen_exactly_the_tokens_that_were_emitted(depth: int) -> None:
     """The token that ends the text is the last it is told, whatever was in flight."""
-    grammar = Texts()
+    grammar = CompilesAtOnce(text_of)
     engine = Engine(grammar=grammar, num_usable_blocks=9, block_size=2)
     engine.add("plain", 6, max_tokens=12)
     engine.add("a", 6, max_tokens=9, eos_token_id=END, structured_output=[1, 2, END])
@@ -138,7 +139,7 @@ def test_d8_a_token_that_the_grammar_rejects_ends_its_request_with_a_reason(
     drawn: list[int], num_emitted: int, depth: int
 ) -> None:
     """Of what a runner without masks draws, the first wrong token is the last, also an end."""
-    grammar = Texts()
+    grammar = CompilesAtOnce(text_of)
     script = {8 + place: token for place, token in enumerate(drawn)}
     engine = Engine(grammar=grammar, runner={"script": lambda name, place: script.get(place)})
     engine.add("a", 8, max_tokens=9, eos_token_id=END, structured_output=[1, 2, END])
@@ -154,7 +155,7 @@ def test_d8_a_token_that_the_grammar_rejects_ends_its_request_with_a_reason(
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_d8_a_late_token_of_a_preempted_request_is_judged_as_any_other(is_masked: bool) -> None:
     """The end that lands after a preemption stops the request if the grammar allows it there."""
-    grammar = Texts()
+    grammar = CompilesAtOnce(text_of)
     script = {8: END}
     engine = Engine(
         num_usable_blocks=5,
@@ -185,7 +186,7 @@ def test_d8_a_late_token_of_a_preempted_request_is_judged_as_any_other(is_masked
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_d12_each_mask_knows_the_token_before_it_and_nobody_else_waits(depth: int) -> None:
     """A structured row is left out until its token is in; a plain one runs in every step."""
-    grammar = Texts()
+    grammar = CompilesAtOnce(text_of)
     engine = Engine(grammar=grammar)
     engine.add("a", 8, max_tokens=6, structured_output=[11, 12, 13, 14, 15, 16])
     engine.add("b", 8, max_tokens=24)
@@ -205,7 +206,7 @@ def test_d12_each_mask_knows_the_token_before_it_and_nobody_else_waits(depth: in
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_d12_a_runner_that_ignores_masks_is_found_out(depth: int) -> None:
     """The structured request ends with the token that it should not have; the other is unharmed."""
-    engine = Engine(grammar=Texts())
+    engine = Engine(grammar=CompilesAtOnce(text_of))
     engine.add("a", 8, structured_output=[11, 12, 13, 14])
     engine.add("b", 8)
     Pipeline(engine, depth=depth, make_executor=MaskBlind).run()

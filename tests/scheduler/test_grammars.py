@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from scheduler_rig import VOCAB_SIZE, Rig
+from scheduler_rig import Rig
 
+from grammars import CompilesLater
 from pdcore import FinishReason, Request, RequestStatus
-from pdcore.scheduler import GrammarBackend, GrammarMatcher
+from pdcore.scheduler import GrammarMatcher
 
 
 class EvenTokens(GrammarMatcher):
@@ -24,23 +24,9 @@ class EvenTokens(GrammarMatcher):
         bits[:] = 0x55555555
 
 
-class Compiler(GrammarBackend):
-    """Hands out futures for the test to fill."""
-
-    vocab_size = VOCAB_SIZE
-
-    def __init__(self) -> None:
-        self.futures: dict[str, Future[GrammarMatcher]] = {}
-
-    def compile(self, request: Request) -> Future[GrammarMatcher]:
-        future: Future[GrammarMatcher] = Future()
-        self.futures[request.request_id] = future
-        return future
-
-
 def test_a30_a_request_waits_for_its_grammar_without_holding_up_others() -> None:
     """It draws allowed tokens once compiled; a failed, late or aborted one ends alone."""
-    compiler = Compiler()
+    compiler = CompilesLater()
     rig = Rig(grammar=compiler, limits={"grammar_timeout_s": 5.0})
     for name in ("good", "fails", "late", "aborted"):
         rig.add(name, structured_output="even", max_tokens=6)
@@ -65,15 +51,15 @@ def test_a30_a_request_waits_for_its_grammar_without_holding_up_others() -> None
     assert compiler.futures["late"].cancelled()
 
 
-class AnswersNothing(Compiler):
+class AnswersNothing(CompilesLater):
     """Has no future to give."""
 
     def compile(self, request: Request) -> Any:
         return None
 
 
-@pytest.mark.parametrize("compiler", [Compiler(), AnswersNothing()], ids=["matcher", "future"])
-def test_a_backend_that_returns_none_costs_its_request_alone(compiler: Compiler) -> None:
+@pytest.mark.parametrize("compiler", [CompilesLater(), AnswersNothing()], ids=["matcher", "future"])
+def test_a_backend_that_returns_none_costs_its_request_alone(compiler: CompilesLater) -> None:
     """For a matcher, which would let it run without its grammar, or for the future of one."""
     rig = Rig(grammar=compiler)
     rig.add("strict", structured_output="even", max_tokens=6)
@@ -85,7 +71,7 @@ def test_a_backend_that_returns_none_costs_its_request_alone(compiler: Compiler)
 
 def test_a_token_that_the_grammar_does_not_allow_ends_its_request() -> None:
     """A runner that ignores the mask is found out, and nobody else suffers."""
-    compiler = Compiler()
+    compiler = CompilesLater()
     rig = Rig(grammar=compiler)
     rig.add("strict", structured_output="even", max_tokens=60)
     rig.add("plain", max_tokens=20)
@@ -103,7 +89,7 @@ def test_a_token_that_the_grammar_does_not_allow_ends_its_request() -> None:
 
 def test_who_gives_way_while_its_token_is_drawn_is_constrained_all_the_same() -> None:
     """The mask may be asked for after a later plan, or a reset, took its row."""
-    compiler = Compiler()
+    compiler = CompilesLater()
     rig = Rig(grammar=compiler)
     rig.add("even", structured_output="even", max_tokens=3)
     rig.driver.step()

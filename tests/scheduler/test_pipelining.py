@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grammars import AnyToken, CompilesAtOnce
 from pd_simulation import PDSimulation
 from pdcore import (
     FinishReason,
@@ -28,7 +28,6 @@ from pdcore import (
 from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import BatchQueue, step
 from pdcore.messages import ModelRunnerOutput
-from pdcore.scheduler import GrammarBackend, GrammarMatcher
 from pdcore.testing import FakeKVRunner
 from pipeline_simulation import PipelinedPDEngine, PipelinedSimulation
 from simulated_executors import TimedExecutor
@@ -64,25 +63,6 @@ def test_prefill_and_decode_apart_may_both_be_pipelined(random: Random, depth: i
     simulation.run(num_requests=random.randint(1, 12))
 
 
-class Ready(GrammarBackend):
-    """Every grammar is compiled at once, and allows everything."""
-
-    vocab_size = 64
-
-    def compile(self, request: Request) -> Future[GrammarMatcher]:
-        future: Future[GrammarMatcher] = Future()
-        future.set_result(AnyToken())
-        return future
-
-
-class AnyToken(GrammarMatcher):
-    def accept(self, token_id: int) -> bool:
-        return True
-
-    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
-        bits[:] = -1
-
-
 @lives
 @given(random=randoms)
 def test_plans_and_results_may_take_turns_in_any_rhythm(random: Random) -> None:
@@ -94,7 +74,8 @@ def test_plans_and_results_may_take_turns_in_any_rhythm(random: Random) -> None:
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
     block_size = random.choice((1, 2, 4, 16))
     pool = LRUBlockPool(512 // block_size, block_size)
-    scheduler = UnifiedScheduler(KVCacheManager(pool), limits=limits, grammar=Ready())
+    grammar = CompilesAtOnce(lambda request: AnyToken(), vocab_size=64)
+    scheduler = UnifiedScheduler(KVCacheManager(pool), limits=limits, grammar=grammar)
     to_come = {f"r{index}": random.randint(1, 60) for index in range(random.randint(1, 8))}
     wanted, produced = dict(to_come), dict.fromkeys(to_come, 0)
     ends: dict[str, FinishReason] = {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from grammars import CompilesAtOnce, CompilesLater, text_of
 from pdcore import (
     FinishReason,
     KVCacheManager,
@@ -30,7 +29,6 @@ from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import step
 from pdcore.messages import RowError
 from pdcore.runner.executor import InProcessExecutor
-from pdcore.scheduler import GrammarBackend, GrammarMatcher
 from pdcore.testing import Driver, FakeKVRunner
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 64, 64
@@ -208,42 +206,14 @@ def test_a_load_that_began_in_a_failed_step_begins_anew() -> None:
     assert counts.free + counts.evictable == NUM_BLOCKS - 1
 
 
-class Counting(GrammarMatcher):
-    """Allows exactly the token that comes next in a fixed text."""
-
-    def __init__(self) -> None:
-        self.num_accepted = 0
-
-    def accept(self, token_id: int) -> bool:
-        allowed = token_id == 8 + self.num_accepted
-        self.num_accepted += 1
-        return allowed
-
-    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
-        token = 8 + self.num_accepted
-        bits[token // 32] = 1 << (token % 32)
-
-
-class Grammars(GrammarBackend):
-    """Compiles at once, or hands out a future of the test's."""
-
-    vocab_size = VOCAB_SIZE
-    future: Future[GrammarMatcher] | None = None
-
-    def compile(self, request: Request) -> Future[GrammarMatcher]:
-        if self.future is not None:
-            return self.future
-        future: Future[GrammarMatcher] = Future()
-        future.set_result(Counting())
-        return future
-
-
 @pytest.mark.parametrize("num_in_flight", [1, 2, 3])
 def test_d12_a_grammar_sees_every_token_before_the_next_is_drawn(num_in_flight: int) -> None:
     """With steps in flight, with preemption and without, the text is the grammar's."""
-    rig = Rig(grammar=Grammars(), limits={"max_num_seqs": 2}, policy=Priority(displace=True))
+    rig = Rig(
+        grammar=CompilesAtOnce(text_of), limits={"max_num_seqs": 2}, policy=Priority(displace=True)
+    )
     rig.driver = Driver(rig.scheduler, rig.runner, clock=rig.clock, num_in_flight=num_in_flight)
-    rig.add("strict", SHARED, structured_output="text", max_tokens=9, priority=5)
+    rig.add("strict", SHARED, structured_output=range(8, 17), max_tokens=9, priority=5)
     rig.add("plain", [1, 2, 3], max_tokens=12)
     for _ in range(4):
         rig.driver.step()
@@ -255,9 +225,9 @@ def test_d12_a_grammar_sees_every_token_before_the_next_is_drawn(num_in_flight: 
 
 def test_an_abort_before_the_bitmask_costs_no_other_request() -> None:
     """The mask is made for the structured rows that still live."""
-    rig = Rig(grammar=Grammars())
+    rig = Rig(grammar=CompilesAtOnce(text_of))
     for name in ("gone", "stays"):
-        rig.add(name, SHARED, structured_output="text", max_tokens=3)
+        rig.add(name, SHARED, structured_output=[8, 9, 10], max_tokens=3)
     plan = rig.scheduler.schedule()
     rig.driver.abort(["gone"])
     rig.update(plan, rig.run(plan))
@@ -267,8 +237,7 @@ def test_an_abort_before_the_bitmask_costs_no_other_request() -> None:
 
 def test_alarms_of_one_request_that_ring_together_end_it_once() -> None:
     """Deadline and grammar timeout pass in one jump of the clock."""
-    grammars = Grammars()
-    grammars.future = Future()
+    grammars = CompilesLater()
     rig = Rig(grammar=grammars, limits={"grammar_timeout_s": 10.0})
     rig.add("r", SHARED, structured_output="text", deadline=5.0)
     rig.clock.advance(20.0)
@@ -278,11 +247,10 @@ def test_alarms_of_one_request_that_ring_together_end_it_once() -> None:
 
 def test_a_cancelled_grammar_ends_its_request() -> None:
     """A cancelled future is a failed one."""
-    grammars = Grammars()
-    grammars.future = Future()
+    grammars = CompilesLater()
     rig = Rig(grammar=grammars)
     rig.add("r", SHARED, structured_output="text")
-    grammars.future.cancel()
+    grammars.futures["r"].cancel()
     rig.driver.run()
     assert rig.driver.delivered["r"].finish_reason is FinishReason.ERROR
 
