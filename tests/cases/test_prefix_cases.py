@@ -206,9 +206,9 @@ def test_b9_keys_are_strong_and_nobody_without_the_secret_can_predict_them() -> 
     first, second = PrefixHasher(16), PrefixHasher(16)
     assert set(keys(first, prompt)).isdisjoint(keys(second, prompt))
     assert {len(key) for key in keys(first, prompt)} == {32}
-    shared = [PrefixHasher(16, secret=b"between peers") for _ in range(2)]
+    shared = [PrefixHasher(16, secret=b"kept between peers") for _ in range(2)]
     assert keys(shared[0], prompt) == keys(shared[1], prompt)
-    assert keys(shared[0], prompt) != keys(PrefixHasher(16, secret=b"other"), prompt)
+    assert keys(shared[0], prompt) != keys(PrefixHasher(16, secret=b"kept between others"), prompt)
     # The second block of a prompt is another one behind another first block.
     other = np.concatenate((some_tokens(16, seed=1), prompt[16:]))
     assert set(keys(first, prompt)).isdisjoint(keys(first, other))

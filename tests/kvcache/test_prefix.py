@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcore.errors import ConfigError
 from pdcore.kvcache import KVCacheManager, LRUBlockPool, PrefixHasher, TokenSequence
+
+SECRET = b"the same for all of them"
 
 names = st.none() | st.text(max_size=3)
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -32,7 +38,7 @@ def test_keys_are_equal_exactly_where_prefix_and_domain_are(
     other_lora: str | None,
 ) -> None:
     """Two sequences share the keys of their common blocks, if salt and adapter are the same."""
-    hasher = PrefixHasher(2, secret=b"s")
+    hasher = PrefixHasher(2, secret=SECRET)
     first, second = keys(hasher, one, salt, lora), keys(hasher, other, other_salt, other_lora)
     assert len(first) == len(one) // 2
     same_domain = (salt, lora) == (other_salt, other_lora)
@@ -50,7 +56,7 @@ def test_keys_are_the_same_however_they_are_computed(
     prompt: list[int], block_size: int, data: st.DataObject
 ) -> None:
     """In one run, in two, or one by one beside other sequences: and as the formula says."""
-    hasher = PrefixHasher(block_size, secret=b"s")
+    hasher = PrefixHasher(block_size, secret=SECRET)
     array, root = np.array(prompt, np.int32), hasher.root(None, None)
     num_blocks = len(prompt) // block_size
     whole = hasher.chain(root, array, start=0)
@@ -103,7 +109,7 @@ def test_naming_many_sequences_at_once_gives_each_its_own_keys(
 
 def test_a_long_sequence_beside_short_ones_changes_no_name() -> None:
     """Where padding would cost too much, they are named one by one."""
-    hasher = PrefixHasher(4, secret=b"s")
+    hasher = PrefixHasher(4, secret=SECRET)
     runs = [np.arange(n, dtype=np.int32) for n in (4 * 200, 9, 3, 4)]
     roots = [hasher.root(salt, None) for salt in (None, "a", "b", None)]
     alone = [hasher.chain(root, run, start=0) for root, run in zip(roots, runs, strict=True)]
@@ -126,7 +132,7 @@ def test_a_hasher_that_overrides_chain_names_all_blocks() -> None:
 
 def test_a_key_changes_with_every_bit_of_every_token_before_it() -> None:
     """Flipping one bit anywhere changes all four lanes of all keys from there on, and no other."""
-    hasher = PrefixHasher(4, secret=b"s")
+    hasher = PrefixHasher(4, secret=SECRET)
     root, tokens = hasher.root(None, None), np.arange(32, dtype=np.int32)
     keys = hasher.chain(root, tokens, start=0)
     for place in range(32):
@@ -143,7 +149,7 @@ def test_a_key_changes_with_every_bit_of_every_token_before_it() -> None:
 
 def test_weights_do_not_depend_on_how_far_a_hasher_has_been_before() -> None:
     """Engines with one secret name late blocks alike, whichever of them saw the longer prompt."""
-    one, other = PrefixHasher(1, secret=b"s"), PrefixHasher(1, secret=b"s")
+    one, other = PrefixHasher(1, secret=SECRET), PrefixHasher(1, secret=SECRET)
     tokens = np.arange(3000, dtype=np.int32)
     whole = one.chain(one.root(None, None), tokens, start=0)
     other.chain(other.root(None, None), tokens[:5], start=0)
@@ -160,10 +166,17 @@ def test_keys_of_blocks_full_of_zeros_differ_by_position() -> None:
 def test_keys_depend_on_the_secret() -> None:
     """Nobody without the secret can name a block; processes with one secret name it alike."""
     prompt = [1, 2, 3, 4]
-    assert keys(PrefixHasher(2, secret=b"a"), prompt, None, None) == keys(
-        PrefixHasher(2, secret=b"a"), prompt, None, None
+    assert keys(PrefixHasher(2, secret=SECRET), prompt, None, None) == keys(
+        PrefixHasher(2, secret=SECRET), prompt, None, None
     )
     assert keys(PrefixHasher(2), prompt, None, None) != keys(PrefixHasher(2), prompt, None, None)
+
+
+@pytest.mark.parametrize("secret", ["a string", b"", b"15 bytes, short"])
+def test_a_secret_that_can_be_guessed_is_refused(secret: Any) -> None:
+    """Whoever has it can make prompts whose keys are those of somebody else's."""
+    with pytest.raises(ConfigError, match="the hasher's secret"):
+        PrefixHasher(2, secret=secret)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=8), tokens)
@@ -185,7 +198,7 @@ def test_a_sequence_grows_like_a_list_and_never_writes_to_the_prompt(
 
 def test_blocks_of_different_sizes_never_share_a_key() -> None:
     """Not even when the larger one holds the smaller one's tokens and zeros."""
-    small, large = PrefixHasher(2, secret=b"s"), PrefixHasher(4, secret=b"s")
+    small, large = PrefixHasher(2, secret=SECRET), PrefixHasher(4, secret=SECRET)
     tokens = np.array([5, 6, 0, 0], np.int32)
     one = small.chain(small.root(None, None), tokens[:2], start=0)
     assert set(one).isdisjoint(large.chain(large.root(None, None), tokens, start=0))

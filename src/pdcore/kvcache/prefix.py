@@ -22,6 +22,7 @@ _KEY = f"V{8 * _NUM_LANES}"
 # An array, since numpy shifts by it faster than by a number.
 _HALF = np.array(32, np.uint64)
 _POSITIONS_AT_ONCE = 1024
+_LEAST_SECRET = 16
 _MAX_PADDING = 64
 """Blocks of padding for each sequence, above which each is hashed by itself."""
 
@@ -48,12 +49,12 @@ class PrefixHasher:
 
     Args:
         block_size: tokens in a block.
-        secret: what the weights are drawn from: random bytes, at least 16 to be hard to guess;
-            made for this process when None. Engines that are to name blocks alike need the same
-            secret and block size.
+        secret: what the weights are drawn from: random bytes, at least 16, since whoever guesses
+            them can make prompts that share a key; made for this process when None. Engines that
+            are to name blocks alike need the same secret and block size.
 
     Raises:
-        ConfigError: the block size is no integer above 0, or the secret is not bytes.
+        ConfigError: the block size is no integer above 0, or the secret is not bytes, or too short.
 
     Attributes:
         block_size: tokens in a block.
@@ -64,6 +65,11 @@ class PrefixHasher:
         check_count("block_size", block_size)
         if secret is not None and not isinstance(secret, bytes):
             raise ConfigError(f"the hasher's secret is a {type(secret).__name__}: pass bytes")
+        if secret is not None and len(secret) < _LEAST_SECRET:
+            raise ConfigError(
+                f"the hasher's secret has {len(secret)} bytes, which can be guessed: pass at least "
+                f"{_LEAST_SECRET} random ones, such as secrets.token_bytes(32)"
+            )
         self.block_size = block_size = operator.index(block_size)
         self.is_lasting = secret is not None
         secret = secrets.token_bytes(32) if secret is None else secret
