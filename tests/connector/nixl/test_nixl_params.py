@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def test_a_list_binds_signed_parameters_too() -> None:
         ("10.0.0.0/8", "10.9.9.9", 1, True),
         ("10.0.0.0/8", "11.0.0.1", 1, False),
         ("10.0.0.0/8", "10.evil.example", 1, False),
-        ("10.*", "10.1.1.1", 1, False),
+        ("*", "10.1.1.1", 1, False),
         ("p1:5600", "p1", 5600, True),
         ("p1:5600", "p1", 5601, False),
         ("*.cluster.local", "a.cluster.local", 9, True),
@@ -212,10 +213,14 @@ def test_address_patterns(pattern: str, host: str, port: int, expected: bool) ->
     assert ((host, port) in AllowedPeers([pattern])) is expected
 
 
-@pytest.mark.parametrize("pattern", ["", "host:", "host:0", "host:99999", "host:http"])
+UNREADABLE = ["", "host:", "host:0", "host:99999", "host:http"]
+UNREADABLE += ["10.*", "10.0.0.300", "10.0.0.5/8", "10.0.0.0/33", "10.0.0.0/8:http", "fe80::zz"]
+
+
+@pytest.mark.parametrize("pattern", UNREADABLE)
 def test_unreadable_patterns_are_named(pattern: str) -> None:
-    """A pattern that cannot be read is a configuration error that quotes it."""
-    with pytest.raises(ConfigError, match="allowed_peers"):
+    """A pattern that cannot be read, or can match nothing, is an error that quotes it."""
+    with pytest.raises(ConfigError, match=f"allowed_peers holds '{re.escape(pattern)}'"):
         AllowedPeers([pattern])
 
 

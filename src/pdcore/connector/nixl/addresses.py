@@ -45,7 +45,9 @@ class _Pattern:
         try:
             return cls(host, port, ipaddress.ip_network(host))
         except ValueError:
-            return cls(host, port, None)
+            if _is_name(host):
+                return cls(host, port, None)
+        raise _unreadable(text)
 
     def matches(self, host: str, port: int) -> bool:
         if self.port is not None and self.port != port:
@@ -53,8 +55,8 @@ class _Pattern:
         address = _as_address(host)
         if address is None:
             return self.network is None and fnmatch.fnmatchcase(host, self.host)
-        # A name pattern such as "10.*" never matches an address: it would match the name
-        # "10.evil.example" as well. Networks say what is meant: "10.0.0.0/8".
+        # A name pattern never matches an address, nor a network a name such as
+        # "10.evil.example": what is meant must be said.
         return self.network is not None and address in self.network
 
 
@@ -66,11 +68,21 @@ def _split_port(text: str) -> tuple[str, int | None]:
     if text and (not colon or (":" in host and not is_bracketed)):
         return text, None
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"allowed_peers holds {text!r}: use host, host:port, a network such as 10.0.0.0/8, "
-            "a name pattern such as *.cluster.local, or [v6 address]:port"
-        )
+        raise _unreadable(text)
     return (host[1:-1] if is_bracketed else host), int(port)
+
+
+def _is_name(host: str) -> bool:
+    """Whether a pattern can match a name, rather than being an address or a network gone wrong."""
+    return "/" not in host and ":" not in host and not host.replace(".", "").rstrip("*?").isdigit()
+
+
+def _unreadable(text: str) -> ConfigError:
+    return ConfigError(
+        f"allowed_peers holds {text!r}, which matches no address: use host, host:port, a network "
+        "such as 10.0.0.0/8 (its address, without a host's bits), a name pattern such as "
+        "*.cluster.local, or [v6 address]:port"
+    )
 
 
 class AllowedPeers:
