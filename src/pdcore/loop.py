@@ -63,6 +63,9 @@ def step(
 ) -> StepResult:
     """Run one step: plan, forward pass, draw, take in.
 
+    Plans that are in flight when it is called are taken back first: an interrupt may have come
+    before the last call could do so.
+
     Args:
         scheduler: what to run.
         executor: where to run it.
@@ -74,6 +77,7 @@ def step(
         ConfigError: ``executor`` is of another kind, a model runner say; nothing was planned.
     """
     check_part("executor", executor, Executor)
+    _take_back(scheduler, None)
     model_output = _NOTHING
     try:
         with uninterrupted():
@@ -88,11 +92,16 @@ def step(
             scheduler.abort_requests(unwanted)
             return scheduler.update_from_output(output, model_output)
     except BaseException:
-        report = getattr(model_output, "transfer_report", None)
+        _take_back(scheduler, getattr(model_output, "transfer_report", None))
+        raise
+
+
+def _take_back(scheduler: Scheduler, report: TransferReport | None) -> None:
+    """Take back every plan in flight, the newest first."""
+    if scheduler.in_flight:
         with uninterrupted():
             for plan in reversed(scheduler.in_flight):
                 scheduler.abandon(plan, dispatched=True, transfer_report=report)
-        raise
 
 
 @attrs.define(eq=False)

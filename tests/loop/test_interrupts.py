@@ -12,23 +12,28 @@ import pytest
 from loop_engines import BLOCK_SIZE, NUM_BLOCKS, make_requests
 
 from pdcore import KVCacheManager, Limits, LRUBlockPool, UnifiedScheduler
+from pdcore.errors import ExecutorError
 from pdcore.loop import BatchQueue, step, uninterrupted
-from pdcore.messages import StepResult
+from pdcore.messages import SchedulerOutput, StepResult
 from pdcore.runner.executor import InProcessExecutor
 from pdcore.testing import FakeKVRunner
 
 NUM_POINTS = 40
+STATE = ("pdcore/scheduler/", "pdcore/kvcache/")
+LOOP = ("pdcore/loop.py",)
 
 
 class Interrupter:
-    """Counts lines of the scheduler and of the block manager, and sends SIGINT at one of them.
+    """Counts lines as they are run, and sends SIGINT at one of them.
 
     Args:
+        places: the parts of file names whose lines are counted.
         at: the line, counted from 0; -1 for none.
     """
 
-    def __init__(self, at: int = -1) -> None:
+    def __init__(self, places: tuple[str, ...], at: int = -1) -> None:
         self.num_lines = 0
+        self._places = places
         self._at = at
 
     def __enter__(self) -> Interrupter:
@@ -39,8 +44,7 @@ class Interrupter:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, _: object) -> Any:
-        name = frame.f_code.co_filename
-        is_ours = "pdcore/scheduler/" in name or "pdcore/kvcache/" in name
+        is_ours = any(place in frame.f_code.co_filename for place in self._places)
         return self._line if is_ours else None
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
@@ -52,10 +56,18 @@ class Interrupter:
 
 
 class Engine:
-    """A pool that is too small for all, so that requests give way to each other."""
+    """A pool that is too small for all, so that requests give way to each other.
 
-    def __init__(self, depth: int) -> None:
-        self.runner = FakeKVRunner(block_size=BLOCK_SIZE)
+    Args:
+        depth: of the batch queue; 0 for one step at a time.
+        failing_step: a step that fails on the worker, or -1.
+    """
+
+    def __init__(self, depth: int, *, failing_step: int = -1) -> None:
+        def fault(output: SchedulerOutput) -> Exception | None:
+            return RuntimeError("the device hiccuped") if output.step_id == failing_step else None
+
+        self.runner = FakeKVRunner(block_size=BLOCK_SIZE, step_fault=fault)
         self.executor = InProcessExecutor(lambda: self.runner, num_blocks=NUM_BLOCKS)
         self.executor.start()
         self.scheduler = UnifiedScheduler(
@@ -107,7 +119,7 @@ def test_an_interrupt_at_any_line_loses_nothing(depth: int) -> None:
     def interrupted_at(line: int) -> int:
         engine = Engine(depth)
         try:
-            with Interrupter(line) as interrupter:
+            with Interrupter(STATE, line) as interrupter:
                 try:
                     while engine.scheduler.in_flight or engine.scheduler.has_requests():
                         engine.turn()
@@ -123,6 +135,40 @@ def test_an_interrupt_at_any_line_loses_nothing(depth: int) -> None:
     assert num_lines > 100 * NUM_POINTS
     for point in range(NUM_POINTS):
         interrupted_at(point * num_lines // NUM_POINTS)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_interrupt_at_any_line_of_a_loop_that_cleans_up_loses_nothing(depth: int) -> None:
+    """A step fails, and the loop is interrupted before, while or after it takes that back.
+
+    The application is told of both, and of nothing else.
+    """
+
+    def interrupted_at(line: int) -> int:
+        engine = Engine(depth, failing_step=3)
+        told: list[str] = []
+        try:
+            with Interrupter(LOOP, line) as interrupter:
+                while engine.scheduler.in_flight or engine.scheduler.has_requests():
+                    try:
+                        engine.turn()
+                    except KeyboardInterrupt:
+                        told.append("interrupt")
+                    except ExecutorError as error:
+                        assert "the device hiccuped" in str(error)
+                        told.append("failure")
+            engine.check()
+        finally:
+            engine.executor.close()
+        assert told.count("interrupt") == (line >= 0)
+        # The plan may have been taken back before it came to fail, or the interrupt hid it.
+        assert told.count("failure") <= 1
+        return interrupter.num_lines
+
+    num_lines = interrupted_at(-1)
+    assert num_lines > 100
+    for line in range(num_lines):
+        interrupted_at(line)
 
 
 def test_an_interrupt_comes_at_the_end_of_the_block() -> None:

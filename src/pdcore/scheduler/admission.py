@@ -140,6 +140,8 @@ class AdmissionPass:
         # The one that gave way may start again in this step, and is in the queue before that.
         self._note_who_leaves()
         plan.drop_vacated(core.table.states)
+        before, state.took_row_at = state.took_row_at, len(state.sequence)
+        core.record(lambda: setattr(state, "took_row_at", before))
         return True
 
     def _could_run(self, state: RequestState) -> bool:

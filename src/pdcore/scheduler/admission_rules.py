@@ -79,7 +79,8 @@ class AdmissionRules:
         lora = state.request.lora
         if limits.max_loras is not None and lora is not None:
             starting.run()
-            rows = plan.all_rows().tolist()
+            # Also those that wait for a token in this step run with the others in the next.
+            rows = core.table.running.tolist()
             active = {core.table.state(row).request.lora for row in rows if row != without}
             active.discard(None)
             if lora not in active and len(active) >= limits.max_loras:
@@ -136,8 +137,10 @@ class AdmissionRules:
     def choose_victim(self, state: RequestState) -> int | None:
         """The row that the policy takes from a running request for this one, or None. Raises what
         the hook raises."""
-        core = self._core
-        rows = core.table.running.copy()
+        core, table = self._core, self._core.table
+        rows = np.array([row for row in table.running.tolist() if self._may_be_taken(row)], np.intp)
+        if not rows.size:
+            return None
         index = core.policy.displace(state.request, running_view(core, rows))
         if index is None:
             return None
@@ -145,3 +148,8 @@ class AdmissionRules:
         if not 0 <= index < rows.size:
             raise IndexError(f"it answered {index}, of {rows.size} running requests")
         return int(rows[index])
+
+    def _may_be_taken(self, row: int) -> bool:
+        """Not before whoever took it from somebody else has drawn a token."""
+        table = self._core.table
+        return table.num_tokens.item(row) > table.state(row).took_row_at

@@ -33,6 +33,7 @@ Index = Rows | slice
 
 _LENGTH, _CAPACITY = FinishReason.LENGTH.value, FinishReason.CAPACITY.value
 _EXPLAINED = (FinishReason.CAPACITY, FinishReason.ERROR)
+_NOTHING_LEFT = (0, np.zeros(0, np.int32))
 _REASONS = {reason.value: reason for reason in FinishReason}
 
 
@@ -243,13 +244,16 @@ class Commit:
         core, table = self._core, self._core.table
         for error in model_output.errors:
             if table.epoch[error.row] != error.epoch:
+                # Whoever had the row has left it; what it was to write others may have found.
+                newest, ids = core.left_blocks.get((error.row, error.epoch), _NOTHING_LEFT)
+                unwritten = self._withdraw(ids, output, newest_step=newest)
                 self._late_error(error)
-                continue
-            state = table.state(error.row)
-            planned = output.samples[output.rows == error.row]
-            table.num_in_flight[error.row] -= int(planned.sum())
-            unwritten = self._withdraw(error.row, output)
-            fail(core, state, error.cause)
+            else:
+                planned = output.samples[output.rows == error.row]
+                table.num_in_flight[error.row] -= int(planned.sum())
+                ids = core.manager.tables.row_blocks(error.row)
+                unwritten = self._withdraw(ids, output, newest_step=core.step_id)
+                fail(core, table.state(error.row), error.cause)
             if unwritten.size:
                 core.distrust(unwritten, since_step=output.step_id)
 
@@ -259,13 +263,22 @@ class Commit:
         if state is not None and not state.is_finished:
             fail(self._core, state, error.cause)
 
-    def _withdraw(self, row: int, output: SchedulerOutput) -> Int32Array:
-        """Drop the keys of the blocks that a failed row was to write; return those blocks."""
+    def _withdraw(
+        self, ids: Int32Array, output: SchedulerOutput, *, newest_step: int
+    ) -> Int32Array:
+        """Drop the keys of the blocks that a failed row was to write; return those blocks.
+
+        Args:
+            ids: all blocks that it had.
+            output: the plan in which it failed.
+            newest_step: the last step that it was planned for; later ones may write to the same
+                blocks on behalf of others.
+        """
         core, pool = self._core, self._core.manager.pool
-        ids = core.manager.tables.row_blocks(row)
         before = pool.keys(ids)
         for plan in (output, *core.in_flight):
-            pool.withdraw(plan.step_id, ids)
+            if plan.step_id <= newest_step:
+                pool.withdraw(plan.step_id, ids)
         dropped = [a is not None and b is None for a, b in zip(before, pool.keys(ids), strict=True)]
         return ids[np.array(dropped, np.bool_)]
 
@@ -283,7 +296,7 @@ class Commit:
 def _accepts(matcher: GrammarMatcher, token: int) -> bool:
     """Whether a grammar allows a token; one that raises does not."""
     try:
-        return matcher.accept(token)
+        return bool(matcher.accept(token))
     except Exception:
         logger.exception("a grammar raised when it was told of token %d", token)
         return False

@@ -27,6 +27,8 @@ from pdcore.scheduler.waiting import QueueNumbers, WaitingTable
 
 __all__ = ["Core", "Counters"]
 
+BlockIds = npt.NDArray[np.int32]
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,6 +64,8 @@ class Core:
         handed_over: blocks kept for a peer, by transfer id.
         in_flight: plans whose result is not in, oldest first.
         departed: who had a row, by (row, epoch), while a draw of theirs is in flight.
+        left_blocks: the blocks of rows that were taken while plans of theirs are in flight, by
+            (row, epoch), with the newest of these plans.
         finished_rows: rows given up since the last plan.
         outbox: finish events that no `StepResult` has carried.
         failing: requests that a hook failed for in the last plan; they end with the next one.
@@ -100,6 +104,7 @@ class Core:
     handed_over: dict[str, Hold] = attrs.field(factory=dict)
     in_flight: list[SchedulerOutput] = attrs.field(factory=list)
     departed: dict[tuple[int, int], RequestState] = attrs.field(factory=dict)
+    left_blocks: dict[tuple[int, int], tuple[int, BlockIds]] = attrs.field(factory=dict)
     finished_rows: list[int] = attrs.field(factory=list)
     outbox: list[RequestOutput] = attrs.field(factory=list)
     failing: list[tuple[RequestState, str]] = attrs.field(factory=list)
@@ -154,6 +159,9 @@ class Core:
         epoch = int(table.epoch[row])
         if expects_late:
             self.expect_late(state)
+        if self.in_flight:
+            newest = self.in_flight[-1].step_id
+            self.left_blocks[row, epoch] = (newest, self.manager.tables.row_blocks(row))
         self.manager.tables.free(row)
         self.finished_rows.append(row)
         if not self.recording:
@@ -165,6 +173,7 @@ class Core:
             self.finished_rows.pop()
             restore()
             self.departed.pop((row, epoch), None)
+            self.left_blocks.pop((row, epoch), None)
             state.num_late_tokens = 0
 
         self.undo.append(undo)
@@ -184,6 +193,13 @@ class Core:
             if not state.num_late_tokens:
                 del self.departed[row, epoch]
         return state
+
+    def forget_left_blocks(self, step_id: int) -> None:
+        """The result of a plan is in: it, and those before it, report no more failures of rows."""
+        if self.left_blocks:
+            self.left_blocks = {
+                tenancy: left for tenancy, left in self.left_blocks.items() if left[0] > step_id
+            }
 
     def preempt(self, state: RequestState, *, expects_late: bool = True) -> None:
         """Take a running request's row and blocks, and put it back into the queue."""

@@ -53,19 +53,21 @@ class Dispatch:
         before = computed.astype(np.int32)
         if batch is not None and plan.num_tokens is batch.ones:
             after = computed + ONE
-            samples, num_planned = batch.all_sample, rows.size
+            samples, num_draws, num_planned = batch.all_sample, ONE, rows.size
             num_scheduled = batch.num_scheduled
         else:
             num_tokens = plan.all_tokens()
             num_scheduled = num_tokens.astype(np.int32)
             after = computed + num_tokens
             samples = after == table.num_tokens[index] + table.num_in_flight[index]
+            # As integers, since numpy adds up a mask by way of a buffer.
+            num_draws = samples.astype(np.int64)
             num_planned = core.limits.max_num_batched_tokens - plan.token_budget
             table.is_level = rows.size == len(table) and all_set(samples)
         new_reqs, delta = self._describe_new(plan, before)
         # From here to what undoes it nothing can fail.
         table.num_computed[index] = after
-        table.num_in_flight[index] += samples
+        table.num_in_flight[index] += num_draws
         core.counters.num_steps += 1
         core.counters.num_scheduled_tokens += num_planned
         finished_rows, core.finished_rows = core.finished_rows, []
@@ -74,7 +76,7 @@ class Dispatch:
             core.finished_rows = finished_rows
             table.unsettle()
             table.num_computed[rows] = before
-            table.num_in_flight[rows] -= samples
+            table.num_in_flight[rows] -= num_draws
             core.counters.num_steps -= 1
             core.counters.num_scheduled_tokens -= num_planned
 

@@ -120,7 +120,11 @@ class SchedulingPolicy:
         return len(running.requests) - 1
 
     def displace(self, request: Request, running: RunningView) -> int | None:
-        """Return the index of a running request that a waiting one may take the row of, or None."""
+        """Return the index of a running request that a waiting one may take the row of, or None.
+
+        ``running`` leaves out those that took their row themselves and have drawn nothing since: so
+        each row that is taken yields a token, and no two requests take it from each other for ever.
+        """
         return None
 
     def load(self, request: Request, match: ExternalMatch, num_local_tokens: int) -> int:

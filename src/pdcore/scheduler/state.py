@@ -46,6 +46,7 @@ class RequestState:
         num_lost_loads: how many were taken back with a step that failed.
         ask_connector: whether the connector is still asked for its KV.
         is_asking: whether the connector was asked and could not say yet.
+        took_row_at: how many tokens it had when it last took another's row, or -1.
         num_late_tokens: tokens of steps that were in flight when it lost its row.
         matcher: its grammar, compiled.
     """
@@ -72,6 +73,7 @@ class RequestState:
     num_lost_loads: int = 0
     ask_connector: bool = True
     is_asking: bool = False
+    took_row_at: int = -1
     num_late_tokens: int = 0
     matcher: GrammarMatcher | None = None
     was_admitted: bool = False
