@@ -109,6 +109,8 @@ class Ledger:
                 assert tokens == solo
             elif end.finish_reason is FinishReason.ERROR:
                 assert end.cause
+                # Whoever shares blocks that were not written begins anew, and none the wiser.
+                assert "left to a row that failed" not in end.cause
             else:
                 assert end.finish_reason in (FinishReason.ABORT, FinishReason.CAPACITY)
 
@@ -141,7 +143,7 @@ class Simulation:
     ) -> None:
         self.random = random
         self.depth = depth
-        block_size = random.choice((2, 4, 16)) if hasher is None else hasher.block_size
+        block_size = random.choice((1, 2, 4, 16)) if hasher is None else hasher.block_size
         self.num_usable_blocks = random.randint(*self.pool_blocks)
         max_num_seqs = random.randint(1, 6)
         self.limits = Limits(
@@ -159,6 +161,7 @@ class Simulation:
             num_special_tokens=0,
             sliding_window=sliding_window,
             connector=None if connector is None else connector.worker_side(),
+            row_fault=self.row_fault,
         )
         spec = self.runner.get_kv_cache_spec()
         self.runner.initialize_from_config(
@@ -182,9 +185,14 @@ class Simulation:
             clock=VirtualClock(),
         )
         self.ledger = Ledger()
+        self.faults: dict[str, int] = {}
         self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.prefixes = [[(7 * i + 13 * j) % 46 + 4 for i in range(60)] for j in range(3)]
         self.num_steps = 0
+
+    def row_fault(self, request_id: str, position: int) -> str | None:
+        """Why a row fails that comes as far as the position at which its request is to fail."""
+        return "bad luck" if position >= self.faults.get(request_id, 1 << 30) else None
 
     def rarely(self, probability: float) -> bool:
         """Whether something unusual happens. Hypothesis shrinks towards a calm life."""
@@ -227,6 +235,8 @@ class Simulation:
         except InvalidRequest:
             return
         self.ledger.add(request)
+        if self.rarely(0.1):
+            self.faults[request_id] = random.randint(0, 60)
 
     def disturb(self, num_added: int) -> None:
         """What happens between steps: an abort, or a plan that nobody runs."""
@@ -277,6 +287,9 @@ class Simulation:
         assert plan.rows.size <= limits.max_num_seqs
         ends = plan.num_computed_tokens + plan.num_scheduled_tokens
         assert (ends <= limits.max_model_len).all()
+        states = map(self.scheduler._core.table.state, plan.rows.tolist())
+        loras = {state.request.lora for state in states} - {None}
+        assert limits.max_loras is None or len(loras) <= limits.max_loras
 
     def check_end(self) -> None:
         for output in self.scheduler.drain():

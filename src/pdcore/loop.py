@@ -63,8 +63,9 @@ def step(
 ) -> StepResult:
     """Run one step: plan, forward pass, draw, take in.
 
-    Plans that are in flight when it is called are taken back first: an interrupt may have come
-    before the last call could do so.
+    Whatever goes wrong, also Ctrl-C, the plan is taken back once the executor is done with it.
+    Ctrl-C may cost the application the one `StepResult` that was just made. Plans that are in
+    flight when it is called are taken back first: a second Ctrl-C may have cut the wait short.
 
     Args:
         scheduler: what to run.
@@ -78,21 +79,20 @@ def step(
     """
     check_part("executor", executor, Executor)
     _take_back(scheduler, None)
-    model_output = _NOTHING
+    plan: _UnderWay | None = None
     try:
         with uninterrupted():
-            output = scheduler.schedule()
-        if not output.is_empty:
-            forward = executor.execute_model(output, non_block=True)
-            bitmask = scheduler.get_grammar_bitmask(output)
-            forward.result()
-            model_output = executor.sample_tokens(bitmask)
+            plan = _UnderWay(scheduler.schedule())
+        plan.submit(scheduler, executor)
+        model_output = plan.result()
         unwanted = aborts()
         with uninterrupted():
             scheduler.abort_requests(unwanted)
-            return scheduler.update_from_output(output, model_output)
+            return scheduler.update_from_output(plan.output, model_output)
     except BaseException:
-        _take_back(scheduler, getattr(model_output, "transfer_report", None))
+        if plan is not None:
+            plan.settle()
+        _take_back(scheduler, None if plan is None else plan.transfer_report)
         raise
 
 
@@ -114,6 +114,15 @@ class _UnderWay:
     output: SchedulerOutput
     forward: Future[None] | None = None
     draw: Future[ModelRunnerOutput] | None = None
+
+    def submit(self, scheduler: Scheduler, executor: Executor) -> None:
+        """Give the plan to the executor, unless it is empty."""
+        if not self.output.is_empty:
+            # The executor runs calls in the order in which they are made: this draw comes before
+            # the next forward pass. The mask is made while the model runs.
+            self.forward = executor.execute_model(self.output, non_block=True)
+            bitmask = scheduler.get_grammar_bitmask(self.output)
+            self.draw = executor.sample_tokens(bitmask, non_block=True)
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the result, or raise what went wrong."""
@@ -265,12 +274,7 @@ class BatchQueue:
             return False
         plan = _UnderWay(output)
         self._under_way.append(plan)
-        if not output.is_empty:
-            # The executor runs calls in the order in which they are made: this draw comes before
-            # the next forward pass. The mask is made while the model runs.
-            plan.forward = self._executor.execute_model(output, non_block=True)
-            bitmask = self._scheduler.get_grammar_bitmask(output)
-            plan.draw = self._executor.sample_tokens(bitmask, non_block=True)
+        plan.submit(self._scheduler, self._executor)
         return bool(output.rows.size)
 
     def _take_in_oldest(self) -> StepResult:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from scheduler_rig import Rig
+from scheduler_rig import VOCAB_SIZE, Rig
 
-from grammars import CompilesLater
+from grammars import AnyToken, CompilesAtOnce, CompilesLater
 from pdcore import FinishReason, Request, RequestStatus
 from pdcore.scheduler import GrammarMatcher
 
@@ -67,6 +67,37 @@ def test_a_backend_that_returns_none_costs_its_request_alone(compiler: CompilesL
     for future in compiler.futures.values():
         future.set_result(None)
     assert rig.ends() == {"strict": FinishReason.ERROR, "plain": FinishReason.LENGTH}
+
+
+class Vague(AnyToken):
+    """Answers what is neither true nor false."""
+
+    def accept(self, token_id: int) -> bool:
+        return np.array([True, True])  # type: ignore[return-value]
+
+
+class Blank(AnyToken):
+    """Cannot say what it allows."""
+
+    def fill_bitmask(self, bits: npt.NDArray[np.int32]) -> None:
+        raise LookupError("the true reason")
+
+
+@pytest.mark.parametrize(
+    ("matcher", "words"), [(Vague(), "its grammar does not allow"), (Blank(), "the true reason")]
+)
+def test_a_matcher_that_answers_nonsense_costs_its_request_alone(
+    matcher: GrammarMatcher, words: str
+) -> None:
+    """The cause says what is wrong with it."""
+    rig = Rig(grammar=CompilesAtOnce(lambda request: matcher, vocab_size=VOCAB_SIZE))
+    rig.add("strict", structured_output="any")
+    rig.add("plain")
+    assert rig.ends() == {"strict": FinishReason.ERROR, "plain": FinishReason.LENGTH}
+    end = rig.driver.delivered["strict"].end
+    assert end is not None
+    assert words in (end.cause or "")
+    rig.scheduler.check()
 
 
 def test_a_token_that_the_grammar_does_not_allow_ends_its_request() -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_rig import VOCAB_SIZE, Rig
 
 from grammars import AnyToken, CompilesAtOnce
 from pd_simulation import PDSimulation
@@ -25,10 +26,12 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
+from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric
 from pdcore.kvcache import KVCacheConfig
 from pdcore.loop import BatchQueue, step
 from pdcore.messages import ModelRunnerOutput
-from pdcore.testing import FakeKVRunner
+from pdcore.scheduler import SkipCode
+from pdcore.testing import Driver, FakeKVRunner
 from pipeline_simulation import PipelinedPDEngine, PipelinedSimulation
 from simulated_executors import TimedExecutor
 
@@ -61,6 +64,52 @@ def test_prefill_and_decode_apart_may_both_be_pipelined(random: Random, depth: i
     """A bad wire and failing steps on both sides end in solo tokens or a cause."""
     simulation = PDSimulation(random, depth=depth, make_engine=PipelinedPDEngine)
     simulation.run(num_requests=random.randint(1, 12))
+
+
+def test_adapters_of_rows_that_wait_for_a_token_count() -> None:
+    """They run again with the next step, and then beside whoever started meanwhile."""
+    grammar = CompilesAtOnce(lambda request: AnyToken(), vocab_size=VOCAB_SIZE)
+    rig = Rig(grammar=grammar, limits={"max_loras": 1})
+    rig.driver = Driver(rig.scheduler, rig.runner, clock=rig.clock, num_in_flight=2)
+    rig.add("one", lora="one", structured_output="any", max_tokens=6)
+    rig.scheduler.schedule()
+    rig.add("other", lora="other", max_tokens=6)
+    assert not rig.scheduler.schedule().rows.size
+    assert rig.scheduler.explain("other").code is SkipCode.TOO_MANY_LORAS
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_stop_token_whose_kv_is_lost_takes_what_was_drawn_after_it_along(depth: int) -> None:
+    """A prefill for hand-over is computed again, and its tokens are those of its solo run."""
+    clock = VirtualClock()
+    connector = LoopbackConnector(LoopbackFabric(clock=clock), engine_id="p", block_size=4)
+    runner = FakeKVRunner(
+        block_size=4,
+        connector=connector.worker_side(),
+        script=lambda name, position: 7 if (name, position) == ("asks", 11) else None,
+    )
+    spec = runner.get_kv_cache_spec()
+    runner.initialize_from_config(KVCacheConfig(spec=spec, num_blocks=8))
+    scheduler = UnifiedScheduler(
+        KVCacheManager(LRUBlockPool(8, 4)),
+        limits=Limits(max_num_seqs=2, max_num_batched_tokens=64),
+        connector=connector.scheduler_side(),
+        clock=clock,
+    )
+    driver = Driver(scheduler, runner, clock=clock, num_in_flight=depth)
+    driver.add(Request("first", range(100, 112), sampling=SamplingParams(max_tokens=20)))
+    asks = Request(
+        "asks",
+        range(500, 509),
+        sampling=SamplingParams(max_tokens=20, stop_token_ids=(7,)),
+        kv_transfer_params={"do_remote_decode": True},
+    )
+    driver.add(asks)
+    got = driver.run()["asks"]
+    assert scheduler.stats().num_preemptions
+    assert got.token_ids == runner.solo_tokens(asks)
+    assert got.end is not None
+    assert got.end.kv_transfer_params
 
 
 @lives

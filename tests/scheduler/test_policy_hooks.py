@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 from scheduler_rig import Rig
 
-from pdcore import FCFS, FinishReason, Request, RequestStatus
+from pdcore import FCFS, FinishReason, Priority, Request, RequestStatus
 from pdcore.errors import InvalidRequest
-from pdcore.scheduler import Admission, AdmissionContext
+from pdcore.scheduler import Admission, AdmissionContext, RunningView, SkipCode
 
 
 class FailingPolicy(FCFS):
@@ -194,6 +194,40 @@ def test_admit_decides_who_waits_and_whether_others_may_pass(verdict: Admission)
     assert "the policy" in (rig.scheduler.explain("gated").waits_on or "")
     gate.is_open = True
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_who_is_skipped_holds_up_nobody_when_all_rows_are_taken() -> None:
+    """The next one may still take a row from somebody."""
+
+    class Gate(Priority):
+        def admit(self, request: Request, context: Any) -> Admission:
+            return Admission.SKIP if request.request_id == "gated" else Admission.ADMIT
+
+    rig = Rig(policy=Gate(displace=True), limits={"max_num_seqs": 1})
+    rig.add("low", priority=9, max_tokens=40)
+    rig.driver.step()
+    rig.add("gated", priority=0)
+    rig.add("urgent", priority=1)
+    rig.driver.step()
+    assert rig.scheduler.status("urgent") is RequestStatus.RUNNING
+    assert rig.scheduler.status("low") is RequestStatus.PREEMPTED
+    assert rig.scheduler.explain("gated").code is SkipCode.POLICY
+
+
+def test_requests_that_take_each_others_row_come_to_an_end() -> None:
+    """A row that was taken yields a token before it may be taken again."""
+
+    class Grabbing(FCFS):
+        def displace(self, request: Request, running: RunningView) -> int | None:
+            assert running.requests
+            return 0
+
+    rig = Rig(policy=Grabbing(), limits={"max_num_seqs": 1, "max_num_batched_tokens": 2})
+    for index in range(3):
+        rig.add(f"r{index}", prompt=range(4 + 10 * index, 9 + 10 * index))
+    assert set(rig.ends().values()) == {FinishReason.LENGTH}
+    for got in rig.driver.delivered.values():
+        assert got.token_ids == rig.runner.solo_tokens(got.request)
 
 
 def test_a_policy_is_told_of_those_admitted_before_in_the_same_step() -> None:

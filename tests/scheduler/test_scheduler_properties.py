@@ -23,10 +23,10 @@ def test_every_request_gets_its_solo_tokens_whatever_happens(random: Random, dep
     Simulation(random, depth=depth).run(num_requests=random.randint(1, 12))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @lives
 @given(random=randoms)
 def test_a_sliding_window_changes_no_token(random: Random, depth: int) -> None:
     """Blocks behind a window are given back only once nothing in flight reads them."""
-    window = random.randint(1, 20)
+    window = random.choice((1, 2, random.randint(3, 20)))
     Simulation(random, depth=depth, sliding_window=window).run(num_requests=random.randint(1, 8))

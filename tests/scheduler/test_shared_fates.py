@@ -168,6 +168,52 @@ def test_a_row_that_fails_after_it_was_preempted_ends_its_request() -> None:
     rig.check_solo("urgent")
 
 
+@pytest.mark.parametrize("how", ["aborted", "displaced"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_row_that_fails_after_it_was_left_leaves_nothing_in_the_prefix_cache(
+    how: str, is_shared: bool
+) -> None:
+    """What it was to write is found by nobody, and who found it already begins anew."""
+    rig = Rig(limits={"max_num_seqs": 1}, policy=Priority(displace=True))
+    rig.bad_rows["bad"] = "NaN"
+    rig.add("bad", [*SHARED, 5], priority=5)
+    plans = [rig.scheduler.schedule()]
+    results = [rig.run(plans[0])]
+    if how == "aborted":
+        rig.driver.abort(["bad"])
+    if is_shared or how == "displaced":
+        rig.add("sharer", [*SHARED, 6] if is_shared else [7, 8, 9])
+        plans.append(rig.scheduler.schedule())
+        results.append(rig.run(plans[1]))
+    for plan, result in zip(plans, results, strict=True):
+        rig.update(plan, result)
+    rig.add("next", [*SHARED, 7])
+    rig.driver.run()
+    reason = FinishReason.ABORT if how == "aborted" else FinishReason.ERROR
+    assert rig.driver.delivered["bad"].finish_reason is reason
+    rig.check_solo(*rig.driver.delivered.keys() - {"bad"})
+
+
+def test_blocks_that_others_got_meanwhile_keep_their_keys_when_a_left_row_fails() -> None:
+    """They are written on behalf of these, and shared as ever."""
+    rig = Rig(limits={"max_num_seqs": 1, "max_num_batched_tokens": 24})
+    rig.bad_rows["bad"] = "NaN"
+    rig.add("bad", [5] * 20)
+    plan = rig.scheduler.schedule()
+    result = rig.run(plan)
+    rig.driver.abort(["bad"])
+    # With hardly any other left, the next one gets the blocks of the one that is to fail.
+    rig.pool.allocate(NUM_BLOCKS - 1 - 6)
+    rig.add("heir", [*SHARED, 6])
+    later = rig.scheduler.schedule()
+    heirs = later.scheduled_new_reqs[0].block_ids[: len(SHARED) // BLOCK_SIZE]
+    assert set(heirs.tolist()) & set(plan.scheduled_new_reqs[0].block_ids.tolist())
+    rig.run(later)
+    rig.scheduler.update_from_output(plan, result)
+    assert None not in rig.pool.keys(heirs)
+    assert rig.scheduler.status("heir") is RequestStatus.RUNNING
+
+
 def test_a_row_whose_blocks_are_shared_in_this_step_is_not_displaced() -> None:
     """The one that shares them would read what nobody writes."""
     rig = Rig(

@@ -6,9 +6,20 @@ import numpy as np
 import pytest
 from scheduler_rig import Rig
 
-from pdcore import FinishReason, ModelRunnerOutput, Priority
+from pdcore import (
+    FinishReason,
+    KVCacheManager,
+    LRUBlockPool,
+    ModelRunnerOutput,
+    Priority,
+    Request,
+    SamplingParams,
+    UnifiedScheduler,
+)
 from pdcore.errors import OutputOrder
+from pdcore.kvcache import KVCacheConfig
 from pdcore.scheduler import SkipCode, dispatch
+from pdcore.testing import Driver, FakeKVRunner
 
 
 def test_results_come_in_order_and_plans_are_abandoned_newest_first() -> None:
@@ -100,3 +111,23 @@ def test_an_interrupt_while_the_plan_is_written_leaves_the_state_as_it_was(
     rig.scheduler.check()
     assert rig.scheduler.fingerprint() == before
     assert set(rig.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_blocks_behind_a_window_need_no_key_after_a_step_that_failed() -> None:
+    """What the step was to name is given back before it is planned again."""
+    runner = FakeKVRunner(block_size=1, num_blocks=33, sliding_window=1)
+    spec = runner.get_kv_cache_spec()
+    runner.initialize_from_config(KVCacheConfig(spec=spec, num_blocks=33))
+    manager = KVCacheManager(LRUBlockPool(33, 1), groups=(spec,))
+    driver = Driver(UnifiedScheduler(manager), runner)
+    driver.add(Request("r", [5, 5], sampling=SamplingParams(max_tokens=6)))
+    plans = []
+    for turn in range(3):
+        plans.append(driver.scheduler.schedule())
+        driver._in_flight.append((plans[-1], driver._run(plans[-1])))
+        if turn:
+            driver._take_in_oldest()
+    driver._in_flight.pop()
+    driver.scheduler.abandon(plans[-1], dispatched=True)
+    got = driver.run()["r"]
+    assert got.token_ids == runner.solo_tokens(got.request)

@@ -8,7 +8,7 @@ from scheduler_rig import Rig
 
 from pdcore import FCFS, FinishReason, ModelRunnerOutput, Request, SamplingParams
 from pdcore.connector.null import NullSchedulerConnector
-from pdcore.errors import InvariantBroken
+from pdcore.errors import DuplicateRequest, InvariantBroken
 from pdcore.messages import TransferKey, TransferReport
 from pdcore.scheduler import SkipCode
 
@@ -97,6 +97,20 @@ def test_what_several_plans_share_cannot_be_written_to() -> None:
     for column in (output.rows, output.epochs, output.num_scheduled_tokens, output.samples):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 0
+
+
+def test_an_id_is_free_again_once_its_end_was_delivered() -> None:
+    """Before, the end of the former request would seem to be that of the next."""
+    rig = Rig()
+    rig.add("r", 5)
+    rig.driver.step()
+    rig.driver.abort(["r"])
+    with pytest.raises(DuplicateRequest, match="was not delivered yet"):
+        rig.scheduler.add_request(Request("r", [1, 2]))
+    rig.driver.step()
+    assert rig.driver.delivered["r"].finish_reason is FinishReason.ABORT
+    rig.add("r", 6)
+    assert rig.ends() == {"r": FinishReason.LENGTH}
 
 
 def test_a_request_of_a_subclass_stays_one() -> None:

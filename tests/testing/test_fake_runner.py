@@ -131,6 +131,20 @@ def test_a_row_fault_harms_its_row_alone():
     assert output.rows.tolist() == [1]
 
 
+def test_who_sees_what_a_failed_row_left_out_fails_with_it():
+    """A plan made before that was known may share its blocks: no fault of the plan's."""
+    runner = make_runner(row_fault=lambda name, place: "bad luck" if name == "request-1" else None)
+    run(runner, plan((0, 0, 10, True), new_reqs=[new(block_ids=[1, 2, 3])]))
+    sharer = new(1, block_ids=[1, 2, 4], uid=2, num_computed_tokens=8)
+    other = new(2, block_ids=[5, 6, 7], uid=3)
+    output = plan((1, 8, 2, True), (2, 0, 10, True), new_reqs=[sharer, other])
+    result = run(runner, output)
+    assert [(error.row, error.cause) for error in result.errors] == [
+        (1, "position 0 of its prefix was left to a row that failed")
+    ]
+    assert result.rows.tolist() == [2]
+
+
 def test_a_step_fault_leaves_everything_as_it_was():
     """A step that fails before it starts can be run again."""
     faults = [RuntimeError("out of memory"), None]

@@ -264,13 +264,17 @@ class BlockTables:
 
     def _prune(self, row: int, start: int, end: int) -> BlockTableDelta:
         ids = self.block_table[row, start:end].copy()
+        published = self.num_published.item(row)
         self.block_table[row, start:end] = 0
         self._num_pruned[row] = end
+        # What lost its key with a step that failed, and is given back, need not get another.
+        self.num_published[row] = max(published, end)
         self._pool.release(ids[::-1])
 
         def undo() -> None:
             self.block_table[row, start:end] = ids
             self._num_pruned[row] = start
+            self.num_published[row] = published
 
         self.record(undo)
         positions = np.arange(start, end)

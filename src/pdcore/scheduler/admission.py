@@ -22,6 +22,7 @@ from pdcore.scheduler.waiting import WaitingTable
 __all__ = ["AdmissionPass"]
 
 _NO_HIT = PrefixHit(np.zeros(0, np.int32), 0)
+_NO_ROW = Skip(code=SkipCode.NO_ROW)
 _NO_MATCH = ExternalMatch(num_tokens=0)
 
 
@@ -57,10 +58,11 @@ class AdmissionPass:
                 if plan.token_budget <= 0:
                     core.closed = SkipCode.NO_TOKEN_BUDGET
                     break
-                if not (self._num_free_rows or self._find_row(state, plan)):
+                skip = None if self._num_free_rows else self._find_row(state, plan)
+                if skip is _NO_ROW:
                     core.closed = SkipCode.NO_ROW
                     break
-                skip = self._consider(state, queue, plan)
+                skip = skip or self._consider(state, queue, plan)
                 if skip is None:
                     continue
                 core.skips[state.uid] = skip
@@ -97,14 +99,17 @@ class AdmissionPass:
         if len(sequences) > 1:
             core.manager.name_blocks(sequences)
 
-    def _find_row(self, state: RequestState, plan: Plan) -> bool:
-        """Let the policy take a row from somebody else when none is free."""
+    def _find_row(self, state: RequestState, plan: Plan) -> Skip | None:
+        """Let the policy take a row from somebody else when none is free; otherwise say why not.
+
+        With `_NO_ROW` nobody behind it is looked at either: it has no other claim on a row.
+        """
         if not self._rules.may_displace:
-            return False
+            return _NO_ROW
         self._starting.run()
-        is_displaced = self._displace(state, plan)
+        skip = self._displace(state, plan)
         self._num_free_rows = self._core.table.num_free_rows
-        return is_displaced
+        return skip
 
     def _candidates(self, plan: Plan) -> Iterator[tuple[WaitingTable, RequestState]]:
         """The queue's requests in order; each must be taken out before the next is asked for."""
@@ -118,20 +123,21 @@ class AdmissionPass:
         while (state := core.waiting.peek()) is not None:
             yield core.waiting, state
 
-    def _displace(self, state: RequestState, plan: Plan) -> bool:
+    def _displace(self, state: RequestState, plan: Plan) -> Skip | None:
         """Let the policy take a row from a running request for an urgent one."""
         core, rules = self._core, self._rules
         try:
             row = rules.choose_victim(state) if self._could_run(state) else None
         except Exception as error:
-            fail_later(core, state, "displace", error)
-            return False
+            return fail_later(core, state, "displace", error)
         if row is None:
-            return False
-        if rules.may_refuse and rules.find_refusal(state, plan, self._starting, without=row):
-            return False
+            return _NO_ROW
+        if rules.may_refuse:
+            refusal = rules.find_refusal(state, plan, self._starting, without=row)
+            if refusal is not None:
+                return refusal
         if row in plan.admitted_rows or self._is_shared_in(row, plan):
-            return False
+            return _NO_ROW
         kept = plan.rows != row
         plan.token_budget += int(plan.num_tokens[~kept].sum())
         plan.rows, plan.num_tokens = plan.rows[kept], plan.num_tokens[kept]
@@ -142,7 +148,7 @@ class AdmissionPass:
         plan.drop_vacated(core.table.states)
         before, state.took_row_at = state.took_row_at, len(state.sequence)
         core.record(lambda: setattr(state, "took_row_at", before))
-        return True
+        return None
 
     def _could_run(self, state: RequestState) -> bool:
         """Whether a row is what a request lacks, and not its remote KV."""

@@ -55,10 +55,16 @@ class Arrivals:
                 f"request {request.request_id!r} is still {status.value}; use another id, or abort "
                 "that one first"
             )
+        if any(event.request_id == request.request_id for event in core.outbox):
+            raise DuplicateRequest(
+                f"the end of the last request {request.request_id!r} was not delivered yet, and "
+                "would seem to be that of this one; take the next StepResult, or drain(), before"
+            )
         is_structured = request.sampling.structured_output is not None
         if is_structured or request.num_prompt_tokens > self._most_tokens:
             refuse_what_cannot_fit(core, request)
-        request = request.arriving_at(core.clock.now())
+        now = core.clock.now()
+        request = request.arriving_at(now)
         key = policy_key(core, request) if self._has_key_hook else 0
         self._num_added += 1
         uid = self._num_added
@@ -71,7 +77,7 @@ class Arrivals:
             core.alarms.set(("request", uid), request.deadline)
         core.is_quiet = False
         if is_structured:
-            self._compile(state)
+            self._compile(state, now)
         else:
             core.enqueue(state)
         return RequestHandle(request.request_id, uid)
@@ -97,7 +103,7 @@ class Arrivals:
             queue_key=(key, 0),
         )
 
-    def _compile(self, state: RequestState) -> None:
+    def _compile(self, state: RequestState, now: float) -> None:
         core = self._core
         assert core.grammar is not None
         move(state, RequestStatus.WAITING_FOR_GRAMMAR)
@@ -109,8 +115,7 @@ class Arrivals:
         except Exception as error:
             fail(core, state, f"its grammar could not be compiled: {error!r}")
             return
-        deadline = core.clock.now() + core.limits.grammar_timeout_s
-        core.alarms.set(("grammar", state.uid), deadline)
+        core.alarms.set(("grammar", state.uid), now + core.limits.grammar_timeout_s)
 
     def _tell_refused(self, request: Request) -> None:
         """Who holds KV for a request that is refused need not wait for it."""

@@ -207,7 +207,9 @@ class Commit:
         for state, token in departed:
             reason = self._late_end(state, token)
             if owes_hand_over(self._core, state, reason):
-                # The blocks to hand over went with its row: it is computed, and drawn, again.
+                # The blocks to hand over went with its row: it is computed, and drawn, again, as
+                # is whatever was drawn after it.
+                self._core.drop_late(state)
                 continue
             if not self._append_late(state, token):
                 reason = FinishReason.ERROR
@@ -253,7 +255,8 @@ class Commit:
                 table.num_in_flight[error.row] -= int(planned.sum())
                 ids = core.manager.tables.row_blocks(error.row)
                 unwritten = self._withdraw(ids, output, newest_step=core.step_id)
-                fail(core, table.state(error.row), error.cause)
+                state = table.state(error.row)
+                fail(core, state, core.cause_of(state, error.cause))
             if unwritten.size:
                 core.distrust(unwritten, since_step=output.step_id)
 
@@ -261,7 +264,7 @@ class Commit:
         """A request that lost its row failed in a step that was in flight then."""
         state = self._core.take_late(error.row, error.epoch)
         if state is not None and not state.is_finished:
-            fail(self._core, state, error.cause)
+            fail(self._core, state, self._core.cause_of(state, error.cause))
 
     def _withdraw(
         self, ids: Int32Array, output: SchedulerOutput, *, newest_step: int

@@ -137,6 +137,13 @@ class Core:
         level = logging.ERROR if is_new else logging.DEBUG
         logger.log(level, "%s: %r", told, error, exc_info=error if is_new else None)
 
+    def cause_of(self, state: RequestState, told: str) -> str:
+        """Why a row failed: the hook that failed for it before, or what the worker told.
+
+        A row whose grammar raised is allowed no token, and that is all that a worker can say of it.
+        """
+        return next((cause for failing, cause in self.failing if failing is state), told)
+
     def record(self, undo: Callable[[], None]) -> None:
         """Remember how to take back a change that the plan being made has made."""
         if self.recording:
@@ -194,12 +201,16 @@ class Core:
                 del self.departed[row, epoch]
         return state
 
+    def drop_late(self, state: RequestState) -> None:
+        """Nothing that is still drawn for a row that a request had is wanted any more."""
+        self.departed = {it: who for it, who in self.departed.items() if who is not state}
+        state.num_late_tokens = 0
+
     def forget_left_blocks(self, step_id: int) -> None:
         """The result of a plan is in: it, and those before it, report no more failures of rows."""
-        if self.left_blocks:
-            self.left_blocks = {
-                tenancy: left for tenancy, left in self.left_blocks.items() if left[0] > step_id
-            }
+        self.left_blocks = {
+            tenancy: left for tenancy, left in self.left_blocks.items() if left[0] > step_id
+        }
 
     def preempt(self, state: RequestState, *, expects_late: bool = True) -> None:
         """Take a running request's row and blocks, and put it back into the queue."""

@@ -212,7 +212,8 @@ class UnifiedScheduler(Scheduler):
         del core.in_flight[0]
         self._take_report(model_output.transfer_report)
         result = self._commit.run(output, model_output, is_in_order=is_in_order)
-        core.forget_left_blocks(output.step_id)
+        if core.left_blocks:
+            core.forget_left_blocks(output.step_id)
         if type(core.policy).observe is not SchedulingPolicy.observe:
             try:
                 core.policy.observe(result)

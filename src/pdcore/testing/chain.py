@@ -13,13 +13,15 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["POISON", "Chain", "chain_seed"]
+__all__ = ["OMITTED", "POISON", "Chain", "chain_seed"]
 
 UInt64Array = npt.NDArray[np.uint64]
 Int32Array = npt.NDArray[np.int32]
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 """What KV memory holds before anything is written to it."""
+OMITTED = np.uint64(0x0DD5_107D_0DD5_107D)
+"""What it holds where a row that failed was to write."""
 
 _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 _MULTIPLY_1 = np.uint64(0xBF58_476D_1CE4_E5B9)

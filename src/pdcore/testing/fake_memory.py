@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pdcore.testing.chain import POISON
+from pdcore.testing.chain import OMITTED, POISON
 from pdcore.testing.errors import PlanError, StaleKV
 from pdcore.testing.fake_rows import Span
 
@@ -55,8 +55,17 @@ class FakeKVMemory:
             [span.row.uid for span in spans], [index.size for index in indices]
         )
 
-    def attend(self, step_id: int, span: Span) -> None:
+    def omit(self, spans: list[Span]) -> None:
+        """Leave out tokens of rows that fail, whose slots hold nothing of use from now on."""
+        for span in spans:
+            self.slots.reshape(-1)[self._slot_indices(span)] = OMITTED
+
+    def attend(self, step_id: int, span: Span) -> str | None:
         """Check every slot that the span's tokens see against the chain of its row.
+
+        Returns:
+            Why the row fails as well, if it sees what another one left out, or None. A plan that
+            was made ahead of that result may share such blocks; one made after it may not.
 
         Raises:
             PlanError: the null block stands where a token looks.
@@ -76,7 +85,10 @@ class FakeKVMemory:
         expected = span.row.chain.hashes[first : span.stop]
         if not np.array_equal(found, expected):
             index = int(np.flatnonzero(found != expected)[0])
+            if found[index] == OMITTED:
+                return f"position {first + index} of its prefix was left to a row that failed"
             raise StaleKV(self._describe_stale(step_id, span, first + index, found[index]))
+        return None
 
     def _first_visible(self, span: Span) -> int:
         if self._sliding_window is None:

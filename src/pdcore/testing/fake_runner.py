@@ -175,10 +175,14 @@ class FakeKVRunner(ModelRunner):
         running = [span for span in spans if span.row.row not in self._causes]
         # All rows write before any reads, as a layer does: rows of one step may share blocks.
         state.memory.write(output.step_id, running)
+        state.memory.omit([span for span in spans if span.row.row in self._causes])
         if connector is not None:
             connector.wait_for_layer_load(_LAYER)
         for span in running:
-            state.memory.attend(output.step_id, span)
+            cause = state.memory.attend(output.step_id, span)
+            if cause is not None:
+                self._causes[span.row.row] = cause
+                state.memory.omit([span])
         if connector is not None:
             connector.save_kv_layer(_LAYER)
             connector.wait_for_save()
