@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import deque
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -183,3 +186,16 @@ def test_a_subclass_may_have_defaults_of_its_own() -> None:
     assert Guest("r", [1]).arriving_at(2.0).tenant == "guests"
     with pytest.raises(InvalidRequest, match="tenant"):
         Guest("r", [1], tenant=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_of_a_request_keeps_its_prompt_as_it_is(copied: Callable[[Request], Request]):
+    """Nobody can write to it there either, and nothing else is lost."""
+    request = Request("r", [1, 2, 3], priority=4, sampling=SamplingParams(max_tokens=2))
+    again = copied(request)
+    assert again.prompt_token_ids.tolist() == [1, 2, 3]
+    assert (again.request_id, again.priority, again.sampling) == ("r", 4, request.sampling)
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        again.prompt_token_ids.flags.writeable = True
+    with pytest.raises(ValueError, match="read-only"):
+        again.prompt_token_ids[0] = 9

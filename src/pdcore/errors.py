@@ -17,6 +17,7 @@
     │   ├── IllegalTransition           a request was moved between states that are not connected
     │   ├── OutputMismatch              a result does not answer its plan
     │   ├── OutputOrder                 results came back, or were given up, out of order
+    │   ├── ReentrantCall               a hook called the scheduler that was making a plan
     │   └── SchedulerStalled            work exists, waits on nothing, and no step can advance it
     ├── InvariantBroken                 check() found state that must not exist
     ├── ExecutorError
@@ -52,6 +53,7 @@ __all__ = [
     "OutputOrder",
     "PdcoreError",
     "PeerLost",
+    "ReentrantCall",
     "RequestError",
     "SchedulerError",
     "SchedulerStalled",
@@ -152,6 +154,10 @@ class OutputOrder(SchedulerError):
 
 class OutputMismatch(SchedulerError):
     """Raised when a runner's result names rows, epochs or tokens that its plan did not ask for."""
+
+
+class ReentrantCall(SchedulerError):
+    """A hook called the scheduler that was making a plan with it."""
 
 
 class SchedulerStalled(SchedulerError):

@@ -384,6 +384,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return self.prompt_token_ids.size
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy of an array can be written to, and a prompt never.
+        prompt = _as_token_array(state["prompt_token_ids"])
+        vars(self).update(state, prompt_token_ids=prompt)
+
     def arriving_at(self, time: float) -> Request:
         """This request with ``time`` as its arrival, unless it has one."""
         if self.arrival_time is not None:

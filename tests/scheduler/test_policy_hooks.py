@@ -12,6 +12,7 @@ from scheduler_rig import Rig
 
 from pdcore import FCFS, FinishReason, Priority, Request, RequestStatus
 from pdcore.errors import InvalidRequest
+from pdcore.messages import StepResult
 from pdcore.scheduler import Admission, AdmissionContext, RunningView, SkipCode
 
 
@@ -212,6 +213,31 @@ def test_who_is_skipped_holds_up_nobody_when_all_rows_are_taken() -> None:
     assert rig.scheduler.status("urgent") is RequestStatus.RUNNING
     assert rig.scheduler.status("low") is RequestStatus.PREEMPTED
     assert rig.scheduler.explain("gated").code is SkipCode.POLICY
+
+
+def test_a_hook_that_calls_the_scheduler_costs_its_request_alone() -> None:
+    """What is being planned is not changed meanwhile; once it is over, `observe` may abort."""
+
+    class Meddling(FCFS):
+        def admit(self, request: Request, context: Any) -> Admission:
+            if request.request_id == "meddles":
+                rig.scheduler.abort_requests(["plain"])
+            return Admission.ADMIT
+
+        def observe(self, result: StepResult) -> None:
+            rig.scheduler.abort_requests(["unwanted"])
+
+    rig = Rig(policy=Meddling())
+    for name in ("plain", "meddles", "unwanted"):
+        rig.add(name)
+    assert rig.ends() == {
+        "plain": FinishReason.LENGTH,
+        "meddles": FinishReason.ERROR,
+        "unwanted": FinishReason.ABORT,
+    }
+    end = rig.driver.delivered["meddles"].end
+    assert end is not None
+    assert "ReentrantCall" in (end.cause or "")
 
 
 def test_requests_that_take_each_others_row_come_to_an_end() -> None:

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from scheduler_rig import Rig
 
-from pdcore import FCFS, FinishReason, KVCacheManager, Limits, LRUBlockPool, UnifiedScheduler
+from grammars import CompilesLater
+from pdcore import (
+    FCFS,
+    FinishReason,
+    KVCacheManager,
+    Limits,
+    LRUBlockPool,
+    UnifiedScheduler,
+    VirtualClock,
+)
 from pdcore.connector.null import NullConnector, NullSchedulerConnector
 from pdcore.errors import ConfigError, DuplicateRequest, InvalidRequest
 from pdcore.kvcache import KVCacheSpec, PrefixHasher
@@ -32,6 +41,10 @@ class Unordered(FCFS):
         ({"policy": FCFS}, "policy=<class .*FCFS.*: pass an instance of SchedulingPolicy"),
         ({"limits": Limits}, "limits=<class .*: pass an instance of Limits"),
         ({"kv_manager": LRUBlockPool(8, 4)}, "pass an instance of KVCacheManager"),
+        ({"clock": VirtualClock}, "clock=<class .*: pass an instance of Clock"),
+        ({"grammar": CompilesLater}, "grammar=<class .*: pass an instance of GrammarBackend"),
+        ({"grammar": CompilesLater(vocab_size=0)}, "grammar.vocab_size=0: must be an integer"),
+        ({"connector": object()}, "connector=<object .*: pass an instance of SchedulerConnector"),
         ({"policy": Unordered()}, r"Unordered is dynamic, but has no order\(\)"),
     ],
 )

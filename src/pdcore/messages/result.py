@@ -43,7 +43,7 @@ class RowError:
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class ModelRunnerOutput:
-    """One step's result.
+    """One step's result. Its arrays are the reader's from then on: nobody writes to them.
 
     Args:
         rows: int32 (n,), the rows that drew a token, in the plan's order; epochs: int32 (n,).

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.clock import Clock, MonotonicClock
-from pdcore.connector.base import KVConnector, SchedulerConnector
+from pdcore.connector.base import SchedulerConnector
 from pdcore.connector.stats import ConnectorStats
-from pdcore.errors import ConfigError, InvalidRequest, OutputOrder
+from pdcore.errors import InvalidRequest, OutputOrder, ReentrantCall
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import (
     GrammarBitmask,
@@ -86,18 +86,8 @@ class UnifiedScheduler(Scheduler):
         grammar: GrammarBackend | None = None,
         clock: Clock | None = None,
     ) -> None:
-        policy, limits = policy or FCFS(), limits or Limits()
-        check_parts(kv_manager, policy, limits)
-        if isinstance(connector, KVConnector):
-            raise ConfigError(
-                f"a {type(connector).__name__} was given as connector: pass the half that its "
-                "scheduler_side() returns"
-            )
-        if connector is not None and kv_manager.sliding_window is not None:
-            raise ConfigError(
-                "a KV connector was given with a model that has a sliding window; "
-                "KV behind a window cannot be transferred yet"
-            )
+        policy, limits, clock = policy or FCFS(), limits or Limits(), clock or MonotonicClock()
+        check_parts(kv_manager, policy, limits, connector, grammar, clock)
         kv_manager.reserve_rows(limits.max_num_seqs, limits.max_model_len)
         if connector is not None:
             connector.bind_kv_manager(kv_manager)
@@ -105,7 +95,7 @@ class UnifiedScheduler(Scheduler):
             manager=kv_manager,
             policy=policy,
             limits=limits,
-            clock=clock or MonotonicClock(),
+            clock=clock,
             connector=connector,
             grammar=grammar,
             table=RequestTable(limits.max_num_seqs, kv_manager.block_size),
@@ -137,10 +127,14 @@ class UnifiedScheduler(Scheduler):
     def add_request(self, request: Request) -> RequestHandle:
         if not isinstance(request, Request):
             raise InvalidRequest(f"add_request() got a {type(request).__name__}: pass a Request")
+        if self._core.recording:
+            raise _reentrant("add_request")
         return self._arrivals.add(request)
 
     def abort_requests(self, requests: Iterable[str | RequestHandle]) -> None:
         core = self._core
+        if core.recording:
+            raise _reentrant("abort_requests")
         if isinstance(requests, str | RequestHandle):
             requests = (requests,)
         for request in requests:
@@ -165,6 +159,8 @@ class UnifiedScheduler(Scheduler):
 
     def _plan(self) -> SchedulerOutput:
         core = self._core
+        if core.recording:
+            raise _reentrant("schedule")
         now = core.clock.now()
         self._intake.run(now)
         core.step_id += 1
@@ -203,6 +199,8 @@ class UnifiedScheduler(Scheduler):
         self, output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> StepResult:
         core = self._core
+        if core.recording:
+            raise _reentrant("update_from_output")
         if not core.in_flight or core.in_flight[0] is not output:
             raise OutputOrder(
                 f"step {output.step_id} is not the oldest in flight "
@@ -230,6 +228,8 @@ class UnifiedScheduler(Scheduler):
         transfer_report: TransferReport | None = None,
     ) -> None:
         core = self._core
+        if core.recording:
+            raise _reentrant("abandon")
         if not core.in_flight or core.in_flight[-1] is not output:
             raise OutputOrder(
                 f"step {output.step_id} is not the newest in flight "
@@ -295,6 +295,8 @@ class UnifiedScheduler(Scheduler):
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
         core = self._core
+        if core.recording:
+            raise _reentrant("reset_prefix_cache")
         if core.parked or core.handed_over or core.quarantine:
             return False
         if not preempt_running and (len(core.table) or len(core.landed)):
@@ -376,3 +378,10 @@ class UnifiedScheduler(Scheduler):
             if not self._loading.roll_back_landed():
                 break
             self._admission.run(plan)
+
+
+def _reentrant(name: str) -> ReentrantCall:
+    return ReentrantCall(
+        f"{name}() was called by a hook while schedule() makes a plan: let the hook answer, and "
+        f"call {name}() afterwards"
+    )

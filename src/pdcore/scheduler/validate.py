@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdcore.checks import check_part
+from pdcore.checks import check_count, check_part
+from pdcore.clock import Clock
+from pdcore.connector.base import KVConnector, SchedulerConnector
 from pdcore.errors import ConfigError, InvalidRequest, OutputMismatch
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.masks import all_set, any_set
@@ -15,6 +17,7 @@ from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.request import Request
 from pdcore.scheduler.base import Limits
 from pdcore.scheduler.core import Core
+from pdcore.scheduler.grammar import GrammarBackend
 from pdcore.scheduler.policy import SchedulingPolicy
 
 __all__ = ["check_parts", "policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
@@ -23,11 +26,34 @@ _ZERO = np.array(0, np.int32)
 _FLOATS = (float, np.floating)
 
 
-def check_parts(kv_manager: KVCacheManager, policy: SchedulingPolicy, limits: Limits) -> None:
+def check_parts(
+    kv_manager: KVCacheManager,
+    policy: SchedulingPolicy,
+    limits: Limits,
+    connector: SchedulerConnector | None,
+    grammar: GrammarBackend | None,
+    clock: Clock,
+) -> None:
     """Raise `ConfigError` for what cannot be a part: a class in place of an instance, say."""
     check_part("kv_manager", kv_manager, KVCacheManager)
     check_part("policy", policy, SchedulingPolicy)
     check_part("limits", limits, Limits)
+    check_part("clock", clock, Clock)
+    if isinstance(connector, KVConnector):
+        raise ConfigError(
+            f"a {type(connector).__name__} was given as connector: pass the half that its "
+            "scheduler_side() returns"
+        )
+    if connector is not None:
+        check_part("connector", connector, SchedulerConnector)
+        if kv_manager.sliding_window is not None:
+            raise ConfigError(
+                "a KV connector was given with a model that has a sliding window; "
+                "KV behind a window cannot be transferred yet"
+            )
+    if grammar is not None:
+        check_part("grammar", grammar, GrammarBackend)
+        check_count("grammar.vocab_size", getattr(grammar, "vocab_size", None))
     if policy.dynamic and type(policy).order is SchedulingPolicy.order:
         raise ConfigError(
             f"{type(policy).__name__} is dynamic, but has no order(): override it, or leave "
