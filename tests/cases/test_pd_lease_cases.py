@@ -213,6 +213,22 @@ def test_c10_without_any_word_the_lease_ends_it_and_late_notices_change_nothing(
 # C11
 
 
+def test_c11_a_lease_whose_end_a_reader_finds_out_is_work_for_its_engine() -> None:
+    """P's loop is late, and D asks before it: P does not sleep on with its blocks held."""
+    pair = Pair()
+    params = pair.hand_over("a", prompt_of(2))
+    pair.turn(pair.prefill)
+    pair.turn(pair.prefill)
+    assert not pair.prefill.scheduler.has_work()
+    pair.clock.advance(LEASE_S)
+    pair.decode.add("a", prompt_of(2), kv_transfer_params=params)
+    assert pair.prefill.scheduler.stats().num_held_for_peers == 1
+    assert pair.prefill.scheduler.has_work()
+    pair.run()
+    pair.decode.assert_as_if_alone()
+    pair.assert_idle()
+
+
 @pytest.mark.parametrize("has_waiting", [True, False])
 def test_c11_leases_end_in_an_engine_that_has_nothing_to_run(has_waiting: bool) -> None:
     """With the pool full of kept blocks, steps without tokens still let them go in time."""

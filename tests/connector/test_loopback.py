@@ -130,6 +130,21 @@ def test_a_load_that_never_left_is_cancelled_at_once():
     assert halves.build() is None
 
 
+def test_an_order_is_due_until_a_plan_carries_it():
+    """The loop makes the next step at once, also after a plan was lost; then it may sleep."""
+    halves = Halves()
+    _, load = halves.allocate(1)
+    for order in (lambda: None, lambda: halves.scheduler.cancel(load.transfer)):
+        order()
+        assert halves.scheduler.next_wakeup() == 0.0
+        meta = halves.build()
+        assert meta is not None
+        assert halves.scheduler.next_wakeup() == 4.5  # Half a lease: the next renewal.
+        halves.scheduler.rebuild_connector_meta(meta)
+        assert halves.scheduler.next_wakeup() == 0.0
+        assert halves.build() is not None
+
+
 def test_a_prefill_without_a_hand_over_keeps_nothing():
     """A request that asked for nothing, or was aborted, leaves no hold."""
     prefill, _, _ = make_pair()

@@ -169,6 +169,26 @@ def test_a_load_that_was_planned_and_taken_back_never_starts():
     assert decode.scheduler.stats().num_failed_loads == 0
 
 
+@pytest.mark.parametrize("end", ["is reported", "is lost with its step"])
+def test_a_cancelled_load_that_has_ended_keeps_nobody_awake(end: str):
+    """An order about a load that the worker knows no more leaves nothing due behind."""
+    prefill, decode, fabric = make_pair()
+    decode.add(prefill.prefill())
+    output = decode.scheduler.schedule()
+    decode.runner.execute_model(output)
+    result = decode.runner.sample_tokens(None)
+    decode.driver.abort(["r"])
+    if end == "is reported":
+        decode.scheduler.update_from_output(output, result)
+    else:
+        decode.scheduler.abandon(output, dispatched=True)
+    decode.step(5)
+    fabric.clock.advance(100.0)
+    assert not decode.scheduler.has_requests()
+    assert decode.scheduler.next_wakeup() is None
+    assert not decode.scheduler.has_work()
+
+
 # Dead peers.
 
 

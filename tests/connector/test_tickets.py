@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -56,11 +57,11 @@ def test_a_lapsed_ticket_cannot_be_renewed() -> None:
 
 
 def test_a_renewal_starts_the_lease_afresh() -> None:
-    """After a renewal the whole lease runs again, and the next deadline says so."""
+    """After a renewal the whole lease runs again, and the next release says so."""
     clock, registry = granted(lease_s=10)
     clock.advance(9)
     assert registry.renew("t").remaining_s == 10
-    assert registry.next_deadline() == 19
+    assert registry.next_release() == 19
     clock.advance(9)
     assert registry.accept("t", DIGEST, consumer="d")
 
@@ -151,8 +152,32 @@ def test_take_released_sweeps_lapsed_tickets() -> None:
     clock.advance(1)
     assert registry.has_pending
     assert registry.take_released() == ("t",)
-    assert registry.next_deadline() is None
+    assert registry.next_release() is None
     assert not registry.has_pending
+
+
+@pytest.mark.parametrize(
+    ("seconds", "call"),
+    [
+        (1, lambda registry: registry.accept("t", DIGEST, consumer="d")),
+        (1, lambda registry: registry.release("t")),
+        (11, lambda registry: registry.renew("t")),
+        (11, lambda registry: registry.is_open("t")),
+        (11, lambda registry: registry.expire()),
+    ],
+    ids=["accept", "release", "late renew", "late is_open", "expire"],
+)
+def test_an_end_is_due_until_it_is_told(
+    seconds: int, call: Callable[[TicketRegistry], object]
+) -> None:
+    """Whoever ended the ticket or noticed its end: the hold may go now, and not at a deadline."""
+    clock, registry = granted(lease_s=10)
+    clock.advance(seconds)
+    call(registry)
+    assert registry.num_open == 0
+    assert registry.next_release() == seconds
+    assert registry.take_released() == ("t",)
+    assert registry.next_release() is None
 
 
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan"), float("inf")])
@@ -297,8 +322,10 @@ class TicketMachine(RuleBasedStateMachine):
         self.registry.check()
         for name, ticket in self.model.items():
             assert self.registry.is_open(name) == (self.state(name) == "open"), ticket
-        deadlines = [t.deadline for t in self.model.values() if t.state == "open"]
-        assert self.registry.next_deadline() == min(deadlines, default=None)
+        times = [t.deadline for t in self.model.values() if t.state == "open"]
+        if any(t.state != "open" and not t.is_told for t in self.model.values()):
+            times.append(self.clock.now())
+        assert self.registry.next_release() == min(times, default=None)
 
 
 TicketMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -61,7 +61,7 @@ class TicketRegistry:
     or not anybody has swept it out. The end of each ticket is told once, by `take_released`.
 
     Every method may be called from any thread and returns at once. Each call costs O(1) in the
-    number of tickets, except `expire`, `next_deadline` and what calls them: O(open tickets).
+    number of tickets, except `expire`, `next_release` and what calls them: O(open tickets).
 
     Args:
         clock: whose seconds the leases are counted in.
@@ -168,9 +168,13 @@ class TicketRegistry:
             released, self._released = tuple(self._released), []
             return released
 
-    def next_deadline(self) -> float | None:
-        """When the next lease ends, in seconds on the clock; None when no ticket is open."""
+    def next_release(self) -> float | None:
+        """When `take_released` has something to tell, in seconds on the clock: now if a ticket
+        ended since the last call, else at the end of the next lease; None when no ticket is open.
+        """
         with self._lock:
+            if self._released:
+                return self._clock.now()
             return min((ticket.deadline for ticket in self._open.values()), default=None)
 
     def is_open(self, transfer_id: str) -> bool:

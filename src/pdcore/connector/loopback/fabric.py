@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -31,7 +31,6 @@ class LoopbackEngine:
         caches: its KV memory, once its worker registered it.
         block_count: of that, and of its scheduler's pool.
         notify: wakes its loop.
-        has_news: whether a peer ended one of its hand-overs since it last looked.
         due_times: of its loads in flight: when each is due on the clock; None when only polls (or
             nothing at all) will end it.
     """
@@ -43,13 +42,7 @@ class LoopbackEngine:
     block_count: BlockCount = attrs.field(factory=BlockCount)
     is_alive: bool = True
     notify: Callable[[], None] = attrs.field(default=lambda: None)
-    has_news: bool = False
     due_times: dict[TransferKey, float | None] = attrs.field(factory=dict)
-
-    def tell(self) -> None:
-        """A hand-over ended: wake the loop, and let it know why."""
-        self.has_news = True
-        self.notify()
 
 
 class LoopbackFabric:
@@ -108,7 +101,7 @@ class LoopbackFabric:
             engine.epoch += 1
             engine.is_alive = True
         engine.registry.expire(math.inf)
-        engine.tell()
+        engine.notify()
 
     def peer(self, ticket: LoopbackTicket) -> LoopbackEngine:
         """The engine that gave out a ticket.
@@ -142,7 +135,7 @@ class LoopbackFabric:
             return TicketAnswer(False, reason=str(error))
         digest = ticket.contents.digest()
         answer = peer.registry.accept(ticket.transfer_id, digest, consumer=consumer)
-        peer.tell()
+        peer.notify()
         return answer
 
     def release(self, ticket: LoopbackTicket) -> bool:
@@ -152,7 +145,7 @@ class LoopbackFabric:
         except PeerLost:
             return False
         was_open = peer.registry.release(ticket.transfer_id)
-        peer.tell()
+        peer.notify()
         return was_open
 
     def choose_faults(self, load: KVLoad) -> LoopbackFaults:
@@ -180,7 +173,8 @@ class LoopbackFabric:
         with self._lock:
             engine.due_times.pop(transfer, None)
 
-    def next_due(self, engine: LoopbackEngine) -> float | None:
-        """When the next load of an engine is due, or None."""
+    def next_due(self, engine: LoopbackEngine, transfers: Iterable[TransferKey]) -> float | None:
+        """When the next of an engine's loads is due that it still waits for, or None."""
         with self._lock:
-            return min((due for due in engine.due_times.values() if due is not None), default=None)
+            dues = [engine.due_times.get(transfer) for transfer in transfers]
+        return min((due for due in dues if due is not None), default=None)

@@ -176,13 +176,13 @@ class LoopbackSchedulerConnector(SchedulerConnector):
             return
         load.is_cancelled = True
         if load.is_sent:
-            self._order_now(self._orders_cancelled, transfer)
+            self._orders_cancelled.append(transfer)
         else:
             self.update_connector_output(TransferReport(failed=(_cancelled(load),)))
 
     def cut_off(self, transfer: TransferKey) -> None:
         if transfer in self._loads:
-            self._order_now(self._orders_cut_off, transfer)
+            self._orders_cut_off.append(transfer)
 
     def update_connector_output(self, report: TransferReport) -> None:
         """Take the worker's report: what came whole must be vouched for by the peer."""
@@ -207,15 +207,17 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         for remote in self._remotes.values():
             if remote.is_open and now >= remote.renew_at:
                 self._renew(remote)
-        self._engine.has_news = False
         released = self._engine.registry.take_released()
         return attrs.evolve(super().take_events(), finished_sending=released)
 
     def next_wakeup(self) -> float | None:
-        if self._reports or self._engine.has_news:
+        if self._reports or self._has_orders:
             return self._fabric.clock.now()
         times = [remote.renew_at for remote in self._remotes.values() if remote.is_open]
-        for time in (self._engine.registry.next_deadline(), self._fabric.next_due(self._engine)):
+        for time in (
+            self._engine.registry.next_release(),
+            self._fabric.next_due(self._engine, self._loads),
+        ):
             if time is not None:
                 times.append(time)
         return min(times, default=None)
@@ -266,10 +268,11 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         # Twice a lease, so that one late step does not lose it.
         remote.renew_at = self._fabric.clock.now() + answer.remaining_s / 2
 
-    def _order_now(self, orders: list[TransferKey], transfer: TransferKey) -> None:
-        """Queue an order and wake the loop for the step that carries it."""
-        orders.append(transfer)
-        self._fabric.set_due(self._engine, transfer, self._fabric.clock.now())
+    @property
+    def _has_orders(self) -> bool:
+        """Whether the next plan has something for the worker, or drops what it would have had."""
+        is_unsent = any(not load.is_sent for load in self._loads.values())
+        return is_unsent or bool(self._orders_cancelled or self._orders_cut_off)
 
     def _release(self, remote: _Remote) -> None:
         """Tell the peer, once, that nothing (more) will be read."""

@@ -297,8 +297,8 @@ class NixlSchedulerConnector(SchedulerConnector):
         )
 
     def next_wakeup(self) -> float | None:
-        """The next end of a lease; while workers read, the next time to ask them."""
-        times = [self._parts.hand_overs.registry.next_deadline()]
+        """When a hold may go; while workers read, the next time to ask them."""
+        times = [self._parts.hand_overs.registry.next_release()]
         pulls = self._parts.pulls
         if pulls.num_reading or pulls.has_orders or self._parts.pushes.awaits_reports:
             times.append(self._polled_at + self._config.load_poll_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from nixl_halves import PROMPT, Half, half, sent_by
+from nixl_engines import until
+from nixl_halves import PROMPT, Half, decode_request, half, sent_by
 
 from pdcore.clock import VirtualClock
 from pdcore.errors import ConfigError
@@ -65,6 +66,19 @@ def test_a_lapsed_lease_frees_the_blocks_on_time() -> None:
         assert sent_by(prefill) == [ticket["transfer_id"]]
         assert prefill.connector.next_wakeup() is None
         assert not prefill.connector.has_pending()
+
+
+def test_a_lease_whose_end_a_reader_finds_out_frees_the_blocks_at_once() -> None:
+    """A late renewal ends the ticket before the loop looked: the next step is due all the same."""
+    clock = VirtualClock()
+    with half(clock=clock, lease_s=30) as prefill, half() as decode:
+        ticket = prefill.ticket()
+        clock.advance(31)
+        decode.add(decode_request(ticket))
+        until(lambda: prefill.connector.stats().tickets.num_late > 0)
+        assert prefill.connector.next_wakeup() == 31
+        assert sent_by(prefill) == [ticket["transfer_id"]]
+        assert prefill.connector.next_wakeup() is None
 
 
 def test_a_wrong_block_size_is_noticed() -> None:
