@@ -34,12 +34,15 @@ class ControlThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread. Nothing runs, and nothing needs closing, before."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._run, args=(self._loop,), name=self._name, daemon=True
-        )
-        self._thread.start()
+        """Start the thread. Nothing runs, and nothing needs closing, before, or if this raises."""
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], *, is_short: bool = False) -> None:
         """Run a coroutine to its end or to `close`; from any thread. Its errors are logged.
@@ -75,7 +78,7 @@ class ControlThread:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(function)
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float) -> Any:
+    def run(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float | None = None) -> Any:
         """Run a coroutine and wait for its result; from any other thread.
 
         Raises:

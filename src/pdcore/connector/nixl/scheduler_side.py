@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -94,7 +96,7 @@ class NixlSchedulerConnector(SchedulerConnector):
         return self._address
 
     def start(self, *, clock: Clock, notify: Callable[[], None]) -> None:
-        """Listen for peers and start the control thread.
+        """Listen for peers and start the control thread. If it raises, it may be called again.
 
         Raises:
             AddressInUse: the side channel's address is taken or not this machine's.
@@ -102,17 +104,34 @@ class NixlSchedulerConnector(SchedulerConnector):
         """
         if self._started is not None:
             raise ConfigError("this connector was started before: make a new one")
+        config, control = self._config, self._control
+        with ExitStack() as undo:
+            listener = undo.enter_context(bind(config.host, config.port))
+            notices = undo.enter_context(closing(NoticeListener(config.doorbell_host)))
+            parts = self._make_parts(listener, notices, clock=clock, notify=notify)
+            undo.callback(setattr, self, "_started", None)
+            self._started = parts
+            undo.callback(control.close)
+            control.start()
+            # Nothing here waits for anybody but that thread, however late it is.
+            control.run(parts.server.start())
+            control.run(self._listen_to_workers(notices, notify))
+            self._address = (config.host, listener.getsockname()[1])
+            undo.pop_all()
+        control.repeat(parts.hand_overs.keep_workers_awake, every_s=_RING_EVERY_S)
+        control.repeat(parts.landings.watch, every_s=LOOK_EVERY_S)
+
+    def _make_parts(
+        self,
+        listener: socket.socket,
+        notices: NoticeListener,
+        *,
+        clock: Clock,
+        notify: Callable[[], None],
+    ) -> _Parts:
         config, name, control = self._config, self._name, self._control
-        listener = bind(config.host, config.port)
-        try:
-            notices = NoticeListener(config.doorbell_host)
-        except ConfigError:
-            listener.close()
-            raise
-        port = listener.getsockname()[1]
-        self._address = (config.host, port)
         links = PeerLinks(name=name, config=config, control=control, clock=clock)
-        address = (config.advertised_host or config.host, port)
+        address = (config.advertised_host or config.host, listener.getsockname()[1])
         hand_overs = HandOverDesk(
             name=name, config=config, clock=clock, address=address, notify=partial(_soon, notify)
         )
@@ -139,7 +158,7 @@ class NixlSchedulerConnector(SchedulerConnector):
             life_host=address[0],
         )
         server = SideChannelServer(listener, name=name, config=config, handle=self._answer)
-        self._started = _Parts(
+        return _Parts(
             clock=clock,
             server=server,
             links=links,
@@ -150,11 +169,6 @@ class NixlSchedulerConnector(SchedulerConnector):
             landings=landings,
             notices=notices,
         )
-        control.start()
-        control.run(server.start(), timeout_s=config.request_timeout_s)
-        control.run(self._listen_to_workers(notices, notify), timeout_s=config.request_timeout_s)
-        control.repeat(hand_overs.keep_workers_awake, every_s=_RING_EVERY_S)
-        control.repeat(landings.watch, every_s=LOOK_EVERY_S)
 
     def bind_kv_manager(self, manager: KVCacheManager) -> None:
         """Raises `ConfigError` if its pool has other blocks than `NixlConfig.block_size` says, or

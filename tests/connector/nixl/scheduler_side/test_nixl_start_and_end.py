@@ -6,9 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-from nixl_halves import Half
+from nixl_halves import Half, half
 
+from pdcore.clock import MonotonicClock
 from pdcore.connector.nixl import NixlConfig, NixlConnector
+from pdcore.connector.nixl.server import SideChannelServer, bind
 from pdcore.errors import AddressInUse, ConfigError
 
 
@@ -17,6 +19,35 @@ def test_a_taken_port_is_named(prefill: Half) -> None:
     port = prefill.connector.address[1]
     with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}: another process does"):
         Half(port=port)
+
+
+def test_a_start_waits_for_no_peer() -> None:
+    """The timeout of messages to peers is none for the connector's own thread."""
+    with half(request_timeout_s=1e-6) as made:
+        assert made.connector.address[1] > 0
+
+
+def test_a_start_that_failed_leaves_nothing_and_may_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever goes wrong on the way, thread and port are free again, and the next start works."""
+    connector = NixlConnector(NixlConfig(block_size=4)).scheduler_side()
+    ports = []
+
+    async def fail(server: SideChannelServer) -> None:
+        ports.append(server._listener.getsockname()[1])
+        raise OSError("no more files")
+
+    monkeypatch.setattr(SideChannelServer, "start", fail)
+    with pytest.raises(OSError, match="no more files"):
+        connector.start(clock=MonotonicClock(), notify=lambda: None)
+    assert "pdcore-nixl-control" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(ConfigError, match="call start"):
+        connector.take_events()
+    bind("127.0.0.1", ports[0]).close()
+    monkeypatch.undo()
+    connector.start(clock=MonotonicClock(), notify=lambda: None)
+    connector.close()
 
 
 def test_close_twice_joins_the_thread() -> None:
