@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import numpy as np
@@ -19,11 +21,23 @@ from pdcore.kvcache import TokenSequence
 from pdcore.request import TRANSITIONS
 from pdcore.scheduler.state import RequestState, move
 
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(5000), 0)
+"""A list that nothing can write out: JSON can, and a stranger may send it."""
+
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("max_tokens", 0),
+        ("max_tokens", DEEP),
+        pytest.param("max_tokens", 10**5000, id="max_tokens-digits"),
+        ("min_tokens", DEEP),
+        ("temperature", DEEP),
+        ("top_k", DEEP),
+        ("seed", DEEP),
+        ("stop_token_ids", DEEP),
+        ("stop_token_ids", (10**5000,)),
+        ("logprobs", DEEP),
         ("max_tokens", -1),
         ("max_tokens", 2.5),
         ("max_tokens", 2**31),
@@ -61,7 +75,7 @@ def test_a_bad_sampling_parameter_is_refused_by_name(name: str, value: object) -
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [[1, 2]], [1.5], ["a"], [-1], [2**31], np.zeros((2, 2), np.int32), 5]
+    "prompt", [[], [[1, 2]], DEEP, [1.5], ["a"], [-1], [2**31], np.zeros((2, 2), np.int32), 5]
 )
 def test_a_bad_prompt_is_refused(prompt: object) -> None:
     """An empty prompt, a nested one, and ids that are none."""
@@ -86,12 +100,15 @@ def test_a_bad_prompt_is_refused(prompt: object) -> None:
         ("sampling", None),
         ("kv_transfer_params", "x"),
         ("kv_transfer_params", [1]),
+        *((name, DEEP) for name in ("request_id", "priority", "eos_token_id", "sampling")),
+        *((name, DEEP) for name in ("tenant", "lora", "deadline", "kv_transfer_params")),
+        pytest.param("deadline", 10**5000, id="deadline-digits"),
     ],
 )
 def test_a_bad_field_is_refused_by_name(name: str, value: object) -> None:
     """What the scheduler's columns could not hold never gets there."""
     with pytest.raises(InvalidRequest, match=name) as caught:
-        Request("r", [1], **{name: value})
+        Request(**{"request_id": "r", "prompt_token_ids": [1], name: value})
     assert "\n" not in str(caught.value)
 
 

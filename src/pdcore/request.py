@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from pdcore.errors import InvalidRequest
 from pdcore.masks import any_set
+from pdcore.shown import shown
 
 __all__ = [
     "TRANSITIONS",
@@ -106,7 +107,7 @@ def _finite_at_least_zero(name: str, value: float) -> None:
         return
     if not (isinstance(value, int | float) and 0 <= value <= _MAX_FLOAT):
         raise InvalidRequest(
-            f"{name}={value!r} is not allowed: pass a finite number >= 0 (0 means greedy)"
+            f"{name}={shown(value)} is not allowed: pass a finite number >= 0 (0 means greedy)"
         )
 
 
@@ -116,9 +117,11 @@ def _stop_token_ids(values: Iterable[int]) -> tuple[int, ...]:
     try:
         ids = tuple(operator.index(value) for value in values)
     except TypeError:
-        raise InvalidRequest(f"stop_token_ids={values!r}: pass a sequence of integers") from None
+        raise InvalidRequest(
+            f"stop_token_ids={shown(values)}: pass a sequence of integers"
+        ) from None
     if any(not 0 <= value < 2**31 for value in ids):
-        raise InvalidRequest(f"stop_token_ids={ids} holds an id outside 0..2**31-1")
+        raise InvalidRequest(f"stop_token_ids={shown(ids)} holds an id outside 0..2**31-1")
     return ids
 
 
@@ -207,17 +210,17 @@ class SamplingParams:
         """Raise `InvalidRequest` for the first value that is out of its range."""
         if not isinstance(self.max_tokens, int) or not 1 <= self.max_tokens < 2**31:
             raise InvalidRequest(
-                f"max_tokens={self.max_tokens!r} is not allowed: pass an integer in 1..2**31-1 "
-                "(a prefill for hand-over uses 1)"
+                f"max_tokens={shown(self.max_tokens)} is not allowed: pass an integer in "
+                "1..2**31-1 (a prefill for hand-over uses 1)"
             )
         if not isinstance(self.min_tokens, int) or not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens={self.min_tokens!r} is not allowed: pass an integer in "
+                f"min_tokens={shown(self.min_tokens)} is not allowed: pass an integer in "
                 f"0..max_tokens ({self.max_tokens})"
             )
         _finite_at_least_zero("temperature", self.temperature)
         if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
-            raise InvalidRequest(f"top_k={self.top_k!r} is not allowed: pass 0..2**31-1")
+            raise InvalidRequest(f"top_k={shown(self.top_k)} is not allowed: pass 0..2**31-1")
         _finite_at_least_zero("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p={self.top_p!r} is not allowed: pass a value in (0, 1]")
@@ -225,13 +228,13 @@ class SamplingParams:
         if self.min_p > 1:
             raise InvalidRequest(f"min_p={self.min_p!r} is not allowed: pass a value in [0, 1]")
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
-            raise InvalidRequest(f"seed={self.seed!r} is not allowed: pass 0..2**63-1 or None")
+            raise InvalidRequest(f"seed={shown(self.seed)} is not allowed: pass 0..2**63-1 or None")
         for name, default in _RESERVED.items():
             value = getattr(self, name)
             is_same = value is default or (type(value) in (int, float) and value == default)
             if not is_same:
                 raise InvalidRequest(
-                    f"{name}={value!r} is not supported yet; leave it at {default!r}"
+                    f"{name}={shown(value)} is not supported yet; leave it at {default!r}"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -345,18 +348,19 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
-            raise InvalidRequest(f"request_id={self.request_id!r}: pass a non-empty string")
+            raise InvalidRequest(f"request_id={shown(self.request_id)}: pass a non-empty string")
         if not isinstance(self.sampling, SamplingParams):
-            raise InvalidRequest(f"sampling={self.sampling!r}: pass SamplingParams(...)")
+            raise InvalidRequest(f"sampling={shown(self.sampling)}: pass SamplingParams(...)")
         if not isinstance(self.priority, int) or not -(2**63) <= self.priority < 2**63:
-            raise InvalidRequest(f"priority={self.priority!r}: pass an integer of 64 bits")
+            raise InvalidRequest(f"priority={shown(self.priority)}: pass an integer of 64 bits")
         eos = self.eos_token_id
         if eos is not None and not (isinstance(eos, int) and 0 <= eos < 2**31):
-            raise InvalidRequest(f"eos_token_id={eos!r}: pass a token id or None")
+            raise InvalidRequest(f"eos_token_id={shown(eos)}: pass a token id or None")
         params = self.kv_transfer_params
         if params is not None and not isinstance(params, Mapping):
             raise InvalidRequest(
-                f"kv_transfer_params={params!r}: pass the mapping that the prefill engine returned"
+                f"kv_transfer_params={shown(params)}: pass the mapping that the "
+                "prefill engine returned"
             )
         values = _optional_values(self)
         if values.count(None) == len(values):
@@ -365,7 +369,7 @@ class Request:
             if value is None:
                 continue
             if not isinstance(value, str):
-                raise InvalidRequest(f"{name}={value!r}: pass a string or None")
+                raise InvalidRequest(f"{name}={shown(value)}: pass a string or None")
             try:
                 value.encode()
             except UnicodeEncodeError:
@@ -375,10 +379,9 @@ class Request:
                     "pass a string that can be encoded"
                 ) from None
         for name, value in zip(_OPTIONAL_TIMES, values[len(_OPTIONAL_STRINGS) :], strict=True):
-            if value is None:
-                continue
-            if not (isinstance(value, int | float) and abs(value) <= _MAX_FLOAT):
-                raise InvalidRequest(f"{name}={value!r}: pass finite seconds or None")
+            is_time = isinstance(value, int | float) and abs(value) <= _MAX_FLOAT
+            if not (is_time or value is None):
+                raise InvalidRequest(f"{name}={shown(value)}: pass finite seconds or None")
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,9 @@ from pdcore.request import Request
 from pdcore.testing import VirtualClock
 
 # Bad parameters.
+
+
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(5000), 0)
 
 
 def params_with(**changes: Any) -> dict[str, Any]:
@@ -57,6 +61,8 @@ def params_with(**changes: Any) -> dict[str, Any]:
         ({"block_size": 2, "num_tokens": 4}, "blocks of 2 tokens"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"lease_s": None}, "lease_s"),
+        ({"lease_s": 10**400}, "lease_s"),
+        *(({name: DEEP}, name) for name in ("version", "kind", "engine_id", "block_ids")),
         ({"prompt_digest": None}, "prompt_digest"),
         ({"prompt_digest": "0" * 64}, "another prompt"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -58,6 +59,9 @@ def test_one_that_fails_to_hand_over_leaves_it_to_the_other() -> None:
     assert hand_over.kv_transfer_params == {"kind": "far"}
     far.said = ConnectorEvents(finished_sending=("t",))
     assert multi.take_events().finished_sending == (hand_over.transfer_id,)
+
+
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(5000), 0)
 
 
 def joint_params(near: Any = None, far: Any = None) -> dict[str, Any]:
@@ -131,7 +135,11 @@ def test_unchanged_parameters_go_to_the_first_that_reads_and_accepts_them() -> N
     [
         ({**joint_params(), "version": 2}, "are of version 2"),
         ({**joint_params(), "version": True}, "are of version True"),
+        ({**joint_params(), "version": DEEP}, "are of version <list>"),
         ({**joint_params(), "do_remote_prefill": False}, "missing or malformed"),
+        ({**joint_params(), "kind": DEEP}, "of kind <list>"),
+        ({**joint_params(), "connectors": DEEP}, "missing or malformed"),
+        ({**joint_params(), "connectors": {"near": DEEP}}, "expected a mapping"),
         ({**joint_params(), "connectors": []}, "missing or malformed"),
         ({**joint_params(), "connectors": {}}, "missing or malformed"),
         ({**joint_params(), "connectors": {"near": [1]}}, "expected a mapping"),

@@ -118,6 +118,8 @@ def test_numbers_may_lose_their_point() -> None:
         ({"extra": 1}, "unknown 'extra'"),
         ({"lease_s": float("nan")}, "not plain JSON"),
         ({"host": object()}, "not plain JSON"),
+        ({"host": list}, "not plain JSON"),
+        ({"version": "1" * 1000}, "version '1111"),
         ({"block_ids": list(range(2_000_000))}, "max_params_bytes"),
         ({"engine_id": {"a": "x" * (1 << 20)}}, "max_params_bytes"),
         ({"do_remote_prefill": 1}, "do_remote_prefill=True"),

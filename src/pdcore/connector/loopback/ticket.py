@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +10,7 @@ import attrs
 
 from pdcore.connector.ticket_contents import TicketContents
 from pdcore.errors import InvalidTransferParams
+from pdcore.shown import shown
 
 __all__ = ["LoopbackTicket"]
 
@@ -80,8 +81,8 @@ class LoopbackTicket:
         for name, expected in (("kind", _KIND), ("version", _VERSION)):
             if params.get(name) != expected:
                 raise InvalidTransferParams(
-                    f"kv_transfer_params[{name!r}]={params.get(name)!r}: expected {expected!r}. "
-                    "Prefill and decode must use the same connector and version."
+                    f"kv_transfer_params[{name!r}]={shown(params.get(name))}: expected "
+                    f"{expected!r}. Prefill and decode must use the same connector and version."
                 )
         ticket = cls(
             engine_id=_field(params, "engine_id", _is_name),
@@ -110,7 +111,7 @@ def _field(params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool]
     value = params.get(name)
     if not is_valid(value):
         raise InvalidTransferParams(
-            f"kv_transfer_params[{name!r}]={value!r:.80} is missing or malformed. "
+            f"kv_transfer_params[{name!r}]={shown(value)} is missing or malformed. "
             "Pass on what the prefill engine returned, unchanged."
         )
     return value
@@ -129,4 +130,4 @@ def _is_counts(value: Any) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and 0 < value <= sys.float_info.max

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pdcore.errors import InvalidTransferParams
+from pdcore.shown import shown
 
 __all__ = ["is_joined", "join_params", "named_parts", "split_params"]
 
@@ -54,8 +55,8 @@ def split_params(
     version = params.get("version")
     if type(version) is not int or version != _VERSION:
         raise InvalidTransferParams(
-            f"kv_transfer_params of several connectors are of version {version!r:.80}, this engine "
-            f"reads version {_VERSION}: run the same pdcore on both engines"
+            f"kv_transfer_params of several connectors are of version {shown(version)}, this "
+            f"engine reads version {_VERSION}: run the same pdcore on both engines"
         )
     if params.get("do_remote_prefill") is not True:
         raise InvalidTransferParams(
@@ -76,18 +77,18 @@ def named_parts(
     parts = params.get("connectors")
     if not isinstance(parts, Mapping) or not parts:
         raise InvalidTransferParams(
-            f"{what}['connectors']={parts!r:.80} is missing or malformed. "
+            f"{what}['connectors']={shown(parts)} is missing or malformed. "
             "Pass on what the other engine returned, unchanged."
         )
     for name, part in parts.items():
         if name not in known_names:
             raise InvalidTransferParams(
-                f"{what} are for a connector {name!r:.80}, this engine has "
+                f"{what} are for a connector {shown(name)}, this engine has "
                 f"{', '.join(map(repr, known_names))}: give the connectors of both engines the "
                 "same names"
             )
         if not isinstance(part, Mapping):
             raise InvalidTransferParams(
-                f"{what}['connectors'][{name!r}]={part!r:.80}: expected a mapping"
+                f"{what}['connectors'][{name!r}]={shown(part)}: expected a mapping"
             )
     return dict(parts)

@@ -13,6 +13,7 @@ from pdcore.connector.multi.params import is_joined, named_parts, split_params
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import InvalidTransferParams
 from pdcore.request import Request
+from pdcore.shown import shown
 
 __all__ = ["Offers", "SharedRequest"]
 
@@ -78,7 +79,7 @@ class Offers:
         made = {name: request for name, half in halves.items() if _recognizes(name, half, params)}
         if not made:
             raise InvalidTransferParams(
-                f"kv_transfer_params of kind {params.get('kind')!r:.80} are for none of the "
+                f"kv_transfer_params of kind {shown(params.get('kind'))} are for none of the "
                 f"connectors {', '.join(map(repr, halves))}: prefill and decode must use the same"
             )
         return cls(plain=plain, made=made, is_choice=True)

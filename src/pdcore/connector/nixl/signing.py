@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, TypeVar
 
 import attrs
 
 from pdcore.connector.nixl.addresses import AllowedPeers
 from pdcore.errors import InvalidTransferParams
+from pdcore.shown import shown
 
 __all__ = ["PlainForm", "as_shortest"]
 
@@ -94,7 +95,7 @@ class PlainForm:
         version = fields.get("version")
         if type(version) is not int or version != self.version:
             raise InvalidTransferParams(
-                f"{self.name} are of version {version!r}, this engine reads version "
+                f"{self.name} are of version {shown(version)}, this engine reads version "
                 f"{self.version}: run the same pdcore on both engines"
             )
         known = attrs.fields_dict(cls).keys()  # type: ignore[arg-type]
@@ -115,7 +116,7 @@ class PlainForm:
         """A copy that nobody else can change, once its size is known to be bounded."""
         if not isinstance(data, Mapping) or data.get(self.flag) is not True:
             raise InvalidTransferParams(self.misfit)
-        num_items = sum(len(value) for value in data.values() if hasattr(value, "__len__"))
+        num_items = sum(len(value) for value in data.values() if isinstance(value, Sized))
         if len(data) > _MAX_NUM_FIELDS or num_items > max_num_bytes:
             raise InvalidTransferParams(
                 f"{self.name} have {len(data)} fields with {num_items} items, which is more "
