@@ -241,7 +241,10 @@ class SchedulerConnector(ABC):
         )
 
     def next_wakeup(self) -> float | None:
-        """When, on the scheduler's clock, a lease or deadline of the connector falls; or None."""
+        """When, on the scheduler's clock, a lease or deadline of the connector falls; or None.
+
+        What ended stays due until `take_events` has told it, unless ``notify`` was called for it.
+        """
         return None
 
     def has_pending(self) -> bool:
