@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import operator
-import struct
 import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -20,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.errors import InvalidRequest
-from pdcore.masks import any_set
 from pdcore.shown import shown
+from pdcore.token_ids import as_token_ids
 
 __all__ = [
     "TRANSITIONS",
@@ -126,8 +125,6 @@ def _stop_token_ids(values: Iterable[int]) -> tuple[int, ...]:
 
 
 _MAX_FLOAT = sys.float_info.max
-# An array, since numpy compares with it faster than with one of Python's integers.
-_ZERO = np.array(0, np.int32)
 
 _RESERVED: Mapping[str, Any] = MappingProxyType(
     {
@@ -260,50 +257,6 @@ def _read_sampling(changed: dict[str, Any]) -> SamplingParams:
     return sampling
 
 
-def _packed(values: list[int] | tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-    """A sequence of token ids as an array; None when it may hold anything else.
-
-    Packing a list costs a third of what making an array of it does.
-    """
-    if values and isinstance(values[0], bool):
-        return None
-    try:
-        packed = struct.pack(f"{len(values)}I", *values)
-    except (struct.error, TypeError, ValueError):
-        return None
-    ids = np.frombuffer(packed, np.int32)
-    return None if not ids.size or any_set(ids < _ZERO) else ids
-
-
-# Named, since `list | tuple` is made anew wherever it is written.
-_SEQUENCES = (list, tuple)
-
-
-def _as_token_array(values: Any) -> npt.NDArray[np.int32]:
-    if isinstance(values, _SEQUENCES):
-        packed = _packed(values)
-        if packed is not None:
-            return packed
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise InvalidRequest(f"prompt_token_ids cannot be made an array: {error}") from None
-    if array.ndim != 1 or array.size == 0:
-        raise InvalidRequest(
-            f"prompt_token_ids has shape {array.shape}: pass a flat sequence of at least one id"
-        )
-    if array.dtype.kind not in "iu":
-        raise InvalidRequest(f"prompt_token_ids has dtype {array.dtype}: pass integers")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= 2**31:
-        raise InvalidRequest(f"prompt_token_ids spans {low}..{high}: ids must lie in 0..2**31-1")
-    # What lies in bytes can never change; what is only marked as read-only can.
-    owner: object = array.base
-    if array.dtype == np.int32 and isinstance(owner, bytes):
-        return array
-    return np.frombuffer(np.ascontiguousarray(array, np.int32).tobytes(), np.int32)
-
-
 _OPTIONAL_STRINGS = ("tenant", "cache_salt", "lora")
 _OPTIONAL_TIMES = ("arrival_time", "deadline")
 _optional_values = operator.attrgetter(*_OPTIONAL_STRINGS, *_OPTIONAL_TIMES)
@@ -332,7 +285,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: npt.NDArray[np.int32] = attrs.field(converter=_as_token_array, repr=False)
+    prompt_token_ids: npt.NDArray[np.int32] = attrs.field(converter=as_token_ids, repr=False)
     sampling: SamplingParams = attrs.field(factory=SamplingParams, kw_only=True)
     eos_token_id: int | None = attrs.field(default=None, kw_only=True)
     priority: int = attrs.field(default=0, kw_only=True)
@@ -389,7 +342,7 @@ class Request:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy of an array can be written to, and a prompt never.
-        prompt = _as_token_array(state["prompt_token_ids"])
+        prompt = as_token_ids(state["prompt_token_ids"])
         vars(self).update(state, prompt_token_ids=prompt)
 
     def arriving_at(self, time: float) -> Request:
