@@ -76,6 +76,9 @@ def test_a_key_that_raises_or_cannot_be_compared_refuses_its_request() -> None:
     with pytest.raises(InvalidRequest, match="cannot be compared"):
         rig.add("text", metadata="x")
     assert rig.ends()["number"] is FinishReason.LENGTH
+    # Nor once the queue is empty: the next number would find it there.
+    with pytest.raises(InvalidRequest, match="cannot be compared"):
+        rig.add("text", metadata="x")
 
 
 @pytest.mark.parametrize("key", [math.nan, np.float32("nan"), (1, math.nan)])

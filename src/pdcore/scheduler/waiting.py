@@ -124,6 +124,8 @@ class WaitingTable:
         self._num_pushed = 0
         # The one kind of key whose comparisons cannot raise; all others are guarded.
         self._plain_width: int | None = None
+        # Empty until the first key came.
+        self._first_key: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -151,9 +153,15 @@ class WaitingTable:
         heapq.heappush(self._heap, entry)
 
     def can_compare(self, key: Any) -> bool:
-        """Whether a key has an order with those that are here; raises what its ``<`` raises."""
-        head = self._heap[0][0] if self._heap else key
-        return (key < getattr(head, "key", head)) in (True, False)
+        """Whether a key has an order with the first that had one; raises what its ``<`` raises.
+
+        Always with the same: two kinds of key that come in turn would leave the queue in no order.
+        """
+        first = self._first_key[0] if self._first_key else key
+        can = (key < first) in (True, False)
+        if can and not self._first_key:
+            self._first_key = (key,)
+        return can
 
     def peek(self) -> RequestState | None:
         """The first in order, or None."""
