@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pdcore.errors import ConfigError
 from pdcore.runner.models.config import RopeConfig
 from pdcore.runner.models.rope import (
     RotaryTable,
@@ -45,3 +46,19 @@ def test_rotation_is_in_place_and_leaves_other_heads_alone() -> None:
     apply_rotary(heads[:, :3], table.lookup(torch.tensor([1, 3])))
     assert torch.equal(before[:, 3:], heads[:, 3:])
     assert not torch.allclose(before[:, :3], heads[:, :3])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(theta=0.0),
+        RopeConfig(theta=-1.0),
+        RopeConfig(linear_factor=0.0),
+        RopeConfig(frequency_factors=(1.0, 0.0)),
+        RopeConfig(frequency_factors=(1.0, torch.nan)),
+    ],
+)
+def test_frequencies_that_are_not_finite_are_refused(rope: RopeConfig) -> None:
+    """They would make every logit NaN."""
+    with pytest.raises(ConfigError, match="are not finite"):
+        inverse_frequencies(rope, 4)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from pdcore.errors import ConfigError, UnsupportedModel
+from pdcore.runner.models.settings import Settings
 
-__all__ = ["MODEL_TYPES", "Llama3Scaling", "ModelConfig", "RopeConfig", "config_from_hf"]
+__all__ = [
+    "MAX_NUM_LAYERS",
+    "MODEL_TYPES",
+    "Llama3Scaling",
+    "ModelConfig",
+    "RopeConfig",
+    "config_from_hf",
+]
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """The values of ``model_type`` that `config_from_hf` knows."""
+
+MAX_NUM_LAYERS = 10_000
+"""Far above any model: a damaged count is refused before anything of its length is made."""
 
 
 @attrs.frozen(kw_only=True)
@@ -111,45 +123,41 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises:
         UnsupportedModel: the model type, or a feature that it switches on, is not known here.
-        ConfigError: a key is missing or out of its range.
+        ConfigError: a key is missing, of the wrong kind or out of its range.
     """
-    model_type = raw.get("model_type")
+    settings = Settings("config.json", raw)
+    model_type = settings.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UnsupportedModel(
             f"model_type={model_type!r} is not supported; known are {', '.join(MODEL_TYPES)}"
         )
-    _refuse_unknown_features(raw)
-    num_layers = _positive(raw, "num_hidden_layers")
-    num_heads = _positive(raw, "num_attention_heads")
-    hidden_size = _positive(raw, "hidden_size")
-    attention_bias = bool(raw.get("attention_bias"))
+    _refuse_unknown_features(settings)
+    num_layers = settings.integer("num_hidden_layers", at_most=MAX_NUM_LAYERS)
+    num_heads = settings.integer("num_attention_heads")
+    hidden_size = settings.integer("hidden_size")
+    attention_bias = settings.boolean("attention_bias")
+    # Unlike most keys, null is an error here, to transformers as well.
+    default_eps = None if "rms_norm_eps" in raw else 1e-6
     return ModelConfig(
         model_type=model_type,
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=settings.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(raw, "intermediate_size"),
+        intermediate_size=settings.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_positive(raw, "num_key_value_heads", default=num_heads),
-        head_dim=_positive(raw, "head_dim", default=_head_dim(model_type, hidden_size, num_heads)),
-        max_position_embeddings=_positive(raw, "max_position_embeddings"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        num_kv_heads=settings.integer("num_key_value_heads", default=num_heads),
+        head_dim=settings.integer(
+            "head_dim", default=_head_dim(model_type, hidden_size, num_heads)
+        ),
+        max_position_embeddings=settings.integer("max_position_embeddings"),
+        rms_norm_eps=settings.number("rms_norm_eps", default=default_eps),
+        rope=_rope(settings),
+        tie_word_embeddings=settings.boolean("tie_word_embeddings"),
         qkv_bias=attention_bias or model_type == "qwen2",
         output_bias=attention_bias and model_type != "qwen2",
         qk_norm=model_type == "qwen3",
-        windows=_windows(raw, model_type, num_layers),
+        windows=_windows(settings, model_type, num_layers),
     )
-
-
-def _positive(raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json has {key}={raw.get(key)!r}: it must be an integer >= 1")
-    return value
 
 
 def _head_dim(model_type: str, hidden_size: int, num_heads: int) -> int:
@@ -157,52 +165,90 @@ def _head_dim(model_type: str, hidden_size: int, num_heads: int) -> int:
     return 128 if model_type == "qwen3" else hidden_size // num_heads
 
 
-def _refuse_unknown_features(raw: Mapping[str, Any]) -> None:
-    activation = raw.get("hidden_act", "silu")
+def _refuse_unknown_features(settings: Settings) -> None:
+    activation = settings.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported; only 'silu' is")
-    if raw.get("mlp_bias"):
+    if settings.boolean("mlp_bias"):
         raise UnsupportedModel("mlp_bias=true is not supported")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+    if settings.get("quantization_config"):
+        method = settings.mapping("quantization_config").get("quant_method")
         raise UnsupportedModel(
             f"weights quantized with {method!r} are not supported in safetensors folders; "
             "use the unquantized checkpoint or a GGUF file"
         )
 
 
-def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 keeps theta and scaling in one mapping, 4 in two keys.
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
+def _rope(settings: Settings) -> RopeConfig:
+    # transformers 5 keeps theta and scaling in one mapping, 4 in two keys. When both mappings are
+    # there, transformers takes the older one alone.
+    has_old = bool(settings.get("rope_scaling"))
+    scaling = settings.mapping("rope_scaling" if has_old else "rope_parameters")
+    theta = scaling.number(
+        "rope_theta", default=settings.number("rope_theta", default=RopeConfig().theta)
+    )
+    share = settings.number("partial_rotary_factor", default=1.0)
+    if scaling.number("partial_rotary_factor", default=share) != 1:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if any(isinstance(value, Mapping) for value in scaling.values.values()):
+        raise UnsupportedModel(f"{scaling.where} differs by layer, which is not supported")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, linear_factor=float(scaling["factor"]))
+        return RopeConfig(theta=theta, linear_factor=scaling.number("factor"))
     if kind == "llama3":
-        fields = attrs.fields(Llama3Scaling)
-        missing = [field.name for field in fields if field.name not in scaling]
-        if missing:
-            raise ConfigError(f"the llama3 rope scaling lacks {', '.join(missing)}")
         return RopeConfig(
-            theta=theta, llama3=Llama3Scaling(**{f.name: scaling[f.name] for f in fields})
+            theta=theta,
+            llama3=Llama3Scaling(
+                factor=scaling.number("factor"),
+                low_freq_factor=scaling.number("low_freq_factor"),
+                high_freq_factor=scaling.number("high_freq_factor"),
+                original_max_position_embeddings=scaling.integer(
+                    "original_max_position_embeddings"
+                ),
+            ),
         )
     raise UnsupportedModel(
         f"rope scaling type {kind!r} is not supported; known are default, linear, llama3"
     )
 
 
-def _windows(raw: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    if model_type == "mistral":
-        return (raw.get("sliding_window", 4096),) * num_layers
-    if model_type == "llama" or not raw.get("use_sliding_window"):
-        return (None,) * num_layers
-    window = raw.get("sliding_window", 4096)
-    layer_types = raw.get("layer_types")
-    if layer_types is None:
-        first = raw.get("max_window_layers", 28)
+def _windows(settings: Settings, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    window = _window(settings, model_type)
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        is_qwen = model_type.startswith("qwen")
+        first = settings.integer("max_window_layers", default=28, at_least=0) if is_qwen else 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    _check_layer_types(kinds, num_layers)
+    if window is None and "sliding_attention" in kinds and model_type != "llama":
+        raise ConfigError(
+            "config.json has 'sliding_attention' among its layer_types but no window: set "
+            "sliding_window (and use_sliding_window for Qwen), or make the layers 'full_attention'"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _window(settings: Settings, model_type: str) -> int | None:
+    if model_type == "llama":  # knows no window, whatever its config says
+        return None
+    if model_type != "mistral" and not settings.boolean("use_sliding_window"):
+        return None
+    # null switches the window off; without the key transformers has a default.
+    if settings.values.get("sliding_window", 4096) is None:
+        return None
+    return settings.integer("sliding_window", default=4096)
+
+
+def _check_layer_types(kinds: object, num_layers: int) -> None:
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ConfigError(
+            f"config.json has layer_types={reprlib.repr(kinds)}: it must be a list of {num_layers}"
+        )
+    known = ("full_attention", "sliding_attention")
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise UnsupportedModel(
+            f"layer_types with {unknown[0]!r} are not supported; known are {', '.join(known)}"
+        )

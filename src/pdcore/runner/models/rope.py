@@ -27,7 +27,11 @@ ROTARY_LAYOUT = "rotary-pairs"
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the rotation speeds in radians per position, fp32 ``(head_dim // 2,)``."""
+    """Return the rotation speeds in radians per position, fp32 ``(head_dim // 2,)``.
+
+    Raises:
+        ConfigError: they are not finite, or there is not one factor for each.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.frequency_factors is not None:
@@ -39,7 +43,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32)
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
-    return frequencies / rope.linear_factor
+    frequencies = frequencies / rope.linear_factor
+    if not frequencies.isfinite().all():
+        raise ConfigError(
+            f"the rotary frequencies of {rope} are not finite: its base and factors must be "
+            "finite numbers above 0"
+        )
+    return frequencies
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
