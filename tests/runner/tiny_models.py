@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,3 +71,60 @@ def save_tiny_model(variant: str, folder: Path, *, shard_bytes: int | None = Non
     model = make_tiny_model(variant)
     model.save_pretrained(folder, max_shard_size=shard_bytes or "1GB")
     return folder
+
+
+def write_gguf(
+    path: Path,
+    variant: str,
+    architecture: str,
+    *,
+    metadata: Mapping[str, Any] = {},
+    tensors: Mapping[str, np.ndarray] = {},
+) -> Path:
+    """Store a tiny model as llama.cpp's converter would, unquantized.
+
+    Args:
+        metadata: values of the architecture to write besides or instead of those of the model.
+        tensors: further tensors to write.
+    """
+    model = make_tiny_model(variant)
+    config = model.config
+    values: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+    if getattr(config, "head_dim", None):
+        values["attention.key_length"] = config.head_dim
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (values | dict(metadata)).items():
+        writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers
+    )
+    for name, tensor in model.state_dict().items():
+        weight = tensor.numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        for part, count in heads.items():
+            if architecture == "llama" and part in name:
+                weight = _interleave(weight, count)
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(weight)
+        )
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
+    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)

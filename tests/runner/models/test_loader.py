@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from tiny_models import SHAPE, VARIANTS, make_tiny_model, save_tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_models import SHAPE, VARIANTS, make_tiny_model, save_tiny_model, write_gguf
 
 from pdcore.errors import ConfigError, MissingWeights, UnsupportedModel
 from pdcore.runner.models import config_from_hf, load_model
 from pdcore.runner.models.llama import LlamaModel
 
 BASE = {**SHAPE, "model_type": "llama"}
+SLIDING = {
+    "model_type": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+}
 
 
 @pytest.fixture
@@ -54,44 +60,6 @@ def _assert_same(expected: LlamaModel, actual: LlamaModel) -> None:
         assert torch.equal(tensor, tensors[name]), name
 
 
-def _write_gguf(path: Path, variant: str, architecture: str) -> None:
-    """Store a tiny model as llama.cpp's converter would, unquantized."""
-    model = make_tiny_model(variant)
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers
-    )
-    for name, tensor in model.state_dict().items():
-        values = tensor.numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        for part, count in heads.items():
-            if architecture == "llama" and part in name:
-                values = _interleave(values, count)
-        writer.add_tensor(
-            names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values)
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
-    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
-    return halves.swapaxes(1, 2).reshape(values.shape)
-
-
 @pytest.mark.parametrize(
     ("variant", "architecture"), [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
 )
@@ -100,7 +68,7 @@ def test_gguf_and_safetensors_of_one_model_are_equal(
 ) -> None:
     """Names, reordered rows, biases and head norms of GGUF come out as in the HF folder."""
     folder = load_model(save_tiny_model(variant, tmp_path / "hf"))
-    _write_gguf(tmp_path / "model.gguf", variant, architecture)
+    write_gguf(tmp_path / "model.gguf", variant, architecture)
     file = load_model(tmp_path / "model.gguf")
     _assert_same(folder, file)
     assert folder.config.rope == file.config.rope
@@ -146,18 +114,54 @@ def test_missing_files_are_named(checkpoint: Path, tmp_path: Path) -> None:
     """An absent checkpoint, config, weight file or shard is named."""
     with pytest.raises(MissingWeights, match="nowhere does not exist"):
         load_model(tmp_path / "nowhere")
-    (checkpoint / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
-    )
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-1.safetensors")
+    _write_index(checkpoint, "model-1.safetensors", "model-2.safetensors")
     with pytest.raises(MissingWeights, match=r"lacks model-2\.safetensors"):
         load_model(checkpoint)
     (checkpoint / "model.safetensors.index.json").unlink()
-    (checkpoint / "model.safetensors").unlink()
     with pytest.raises(MissingWeights, match=r"lacks model\.safetensors"):
         load_model(checkpoint)
     (checkpoint / "config.json").unlink()
     with pytest.raises(MissingWeights, match=r"has no config\.json"):
         load_model(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/other.safetensors", 5])
+def test_an_index_reads_within_its_folder_alone(checkpoint: Path, name: object) -> None:
+    """A shard elsewhere is refused, whether or not it is there."""
+    (checkpoint / "model.safetensors").rename(checkpoint.parent / "other.safetensors")
+    _write_index(checkpoint, name)
+    with pytest.raises(MissingWeights, match=r"not in its folder|is damaged"):
+        load_model(checkpoint)
+
+
+def test_a_single_file_goes_before_an_index(checkpoint: Path) -> None:
+    """As for transformers: the index of another save is not looked at."""
+    expected = load_model(checkpoint)
+    _write_index(checkpoint, "gone.safetensors")
+    _assert_same(expected, load_model(checkpoint))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_weights_that_are_not_floating_point_are_refused(
+    checkpoint: Path, dtype: torch.dtype
+) -> None:
+    """They are not cast: what their numbers stand for is not known."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    _edit_weights(checkpoint, name, lambda weight: weight.to(dtype))
+    with pytest.raises(UnsupportedModel, match=rf"{name}' is of {dtype}"):
+        load_model(checkpoint)
+
+
+def test_tied_embeddings_with_another_projection_are_refused(tmp_path: Path) -> None:
+    """transformers 4 and 5 differ on which tensor is right; the same one twice is no question."""
+    folder = save_tiny_model("llama", tmp_path)
+    embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    _edit_config(folder, tie_word_embeddings=True)
+    with pytest.raises(UnsupportedModel, match=r"ties its word embeddings but has another"):
+        load_model(folder)
+    _edit_weights(folder, "lm_head.weight", lambda _: embeddings)
+    load_model(folder)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
@@ -166,16 +170,6 @@ def test_truncated_safetensors_is_named(checkpoint: Path, share: float) -> None:
     _cut(checkpoint / "model.safetensors", share)
     with pytest.raises(MissingWeights, match="truncated or damaged"):
         load_model(checkpoint)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.999])
-def test_truncated_gguf_is_named(tmp_path: Path, share: float) -> None:
-    """A GGUF file cut anywhere, in its metadata or its tensors, is reported likewise."""
-    path = tmp_path / "model.gguf"
-    _write_gguf(path, "llama", "llama")
-    _cut(path, share)
-    with pytest.raises(MissingWeights, match="truncated or damaged"):
-        load_model(path)
 
 
 def test_tensor_of_another_shape_is_named(checkpoint: Path) -> None:
@@ -204,6 +198,31 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         ({"vocab_size": None}, ConfigError, "vocab_size=None"),
         ({"num_key_value_heads": 4}, ConfigError, "multiple of num_key_value_heads"),
         ({"head_dim": 7}, ConfigError, "head_dim=7"),
+        ({"num_hidden_layers": 10**12}, ConfigError, "num_hidden_layers=1000000000000"),
+        ({"tie_word_embeddings": "false"}, ConfigError, "tie_word_embeddings='false'"),
+        ({"rms_norm_eps": -1}, ConfigError, "rms_norm_eps=-1"),
+        ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps=nan"),
+        ({"rope_theta": -1.0}, ConfigError, "rope_theta=-1.0"),
+        ({"rope_scaling": {"rope_theta": float("inf")}}, ConfigError, "rope_theta=inf"),
+        ({"rope_scaling": {"type": "linear", "factor": "8"}}, ConfigError, "factor='8'"),
+        ({"rope_scaling": "linear"}, ConfigError, "rope_scaling='linear'"),
+        ({"rope_parameters": {"full_attention": {}}}, UnsupportedModel, "differs by layer"),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "dynamic"}},
+            UnsupportedModel,
+            "'dynamic' is not supported",
+        ),
+        ({"layer_types": ["chunked_attention"] * 2}, UnsupportedModel, "'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, ConfigError, "must be a list of 2"),
+        (
+            {**SLIDING, "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            ConfigError,
+            "no window",
+        ),
+        ({**SLIDING, "sliding_window": 0}, ConfigError, "sliding_window=0"),
+        ({**SLIDING, "sliding_window": -5}, ConfigError, "sliding_window=-5"),
+        ({**SLIDING, "sliding_window": "8"}, ConfigError, "sliding_window='8'"),
+        ({**SLIDING, "max_window_layers": "1"}, ConfigError, "max_window_layers='1'"),
     ],
 )
 def test_unusable_configs_are_refused(
@@ -229,6 +248,22 @@ def test_rope_is_read_from_old_and_new_configs() -> None:
     assert new.rope.llama3 is not None
 
 
+def test_an_old_mapping_of_rope_goes_before_a_new_one() -> None:
+    """As for transformers, when both are there."""
+    new, old = {"rope_type": "default"}, {"type": "linear", "factor": 4.0}
+    config = config_from_hf({**BASE, "rope_parameters": new, "rope_scaling": old})
+    assert config.rope.linear_factor == 4.0
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_layer_types_say_where_the_window_is(model_type: str) -> None:
+    """Layer by layer, for every type that has a window; a Llama has none."""
+    kinds = ["full_attention", "sliding_attention"]
+    raw = {**BASE, **SLIDING, "layer_types": kinds}
+    assert config_from_hf({**raw, "model_type": model_type}).windows == (None, 8)
+    assert config_from_hf({**raw, "model_type": "llama"}).windows == (None, None)
+
+
 def test_malformed_config_json_is_a_config_error(checkpoint: Path) -> None:
     """Text that is not a JSON object is refused."""
     for text in ("{", "[]"):
@@ -242,6 +277,17 @@ def _edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def _edit_weights(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    save_file({**weights, name: change(weights[name]).clone()}, path)
+
+
+def _write_index(folder: Path, *shards: object) -> None:
+    text = json.dumps({"weight_map": {str(shard): shard for shard in shards}})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 def _cut(path: Path, share: float) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
@@ -251,6 +297,8 @@ def _cut(path: Path, share: float) -> None:
     "change",
     [
         {"rope_parameters": {"rope_type": "linear"}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+        {"rope_parameters": {"rope_theta": 0}},
         {"rope_parameters": "x"},
         {"rms_norm_eps": None},
         {"num_hidden_layers": 10**30},

@@ -15,7 +15,7 @@ from pdcore.runner.models.config import ModelConfig, config_from_hf
 from pdcore.runner.models.linear import make_linear
 from pdcore.runner.models.llama import DecoderLayer, LlamaModel
 from pdcore.runner.models.norm import RMSNorm
-from pdcore.runner.models.rope import interleave_halves
+from pdcore.runner.models.rope import interleave_halves, inverse_frequencies
 from pdcore.runner.models.weights import SafetensorsSource, WeightSource
 
 __all__ = ["load_model"]
@@ -34,7 +34,8 @@ def load_model(
         dtype: what floating-point type they are converted to.
 
     Raises:
-        UnsupportedModel: the architecture, a feature of it or the file's format is not known.
+        UnsupportedModel: the architecture, a feature of it or the file's format is not known, or a
+            GGUF file holds tensors or metadata that would not be computed.
         MissingWeights: a file or tensor is absent, truncated or damaged.
         ConfigError: the config is malformed.
     """
@@ -42,7 +43,9 @@ def load_model(
     try:
         config, source = _open_checkpoint(path)
         try:
-            return _Assembler(config, source, torch.device(device), dtype).assemble()
+            model = _Assembler(config, source, torch.device(device), dtype).assemble()
+            _refuse_unread(source)
+            return model
         finally:
             source.close()
     except (PdcoreError, MemoryError):
@@ -71,6 +74,15 @@ def _open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
         raise MissingExtra(f"reading {path.name}", "torch", error.name or "gguf") from error
     source = GGUFSource(path)
     return source.config, source
+
+
+def _refuse_unread(source: WeightSource) -> None:
+    unread = source.unread()
+    if unread:
+        raise UnsupportedModel(
+            f"{source.path} has {len(unread)} tensors that would not be computed, among them "
+            f"{', '.join(unread[:3])}: it is a variant of the architecture that is not supported"
+        )
 
 
 def _read_config(path: Path) -> dict[str, object]:
@@ -103,16 +115,32 @@ class _Assembler:
         embed_tokens = self._tensor("model.embed_tokens.weight", vocabulary)
         self._digest(embed_tokens)
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        tied = config.tie_word_embeddings
-        lm_head = embed_tokens if tied else self._tensor("lm_head.weight", vocabulary)
+        # Raises when they are not finite; here, where the shapes are known to be those of the file.
+        inverse_frequencies(config.rope, config.head_dim)
         return LlamaModel(
             config=config,
             embed_tokens=embed_tokens,
             layers=layers,
             final_norm=self._norm("model.norm.weight"),
-            lm_head=make_linear(lm_head),
+            lm_head=make_linear(self._lm_head(embed_tokens)),
             fingerprint=self.digest.hexdigest()[:32],
         )
+
+    def _lm_head(self, embed_tokens: Tensor) -> Tensor:
+        name = "lm_head.weight"
+        tied = self.config.tie_word_embeddings
+        if tied and name not in self.source:
+            return embed_tokens
+        lm_head = self._tensor(name, tuple(embed_tokens.shape))
+        if not tied:
+            return lm_head
+        if not torch.equal(lm_head, embed_tokens):
+            # transformers 4 passes over the tensor, transformers 5 computes with it.
+            raise UnsupportedModel(
+                f"{self.source.path} ties its word embeddings but has another {name!r}: set "
+                "tie_word_embeddings to false to use that tensor, or remove it"
+            )
+        return embed_tokens
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{index}."
@@ -179,5 +207,10 @@ class _Assembler:
             raise UnsupportedModel(
                 f"{self.source.path}: tensor {name!r} has shape {tuple(tensor.shape)}, "
                 f"but the config calls for {shape}"
+            )
+        if not tensor.is_floating_point():
+            raise UnsupportedModel(
+                f"{self.source.path}: tensor {name!r} is of {tensor.dtype}, and only weights of a "
+                "floating-point type are supported; give a quantized model as a GGUF file"
             )
         return tensor.to(device=self.device, dtype=self.dtype)

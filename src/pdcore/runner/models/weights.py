@@ -35,12 +35,16 @@ class WeightSource(ABC):
         """
 
     @abstractmethod
+    def unread(self) -> list[str]:
+        """Return the tensors that nothing has read and that the model may need all the same."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of the files."""
 
 
 class SafetensorsSource(WeightSource):
-    """A Hugging Face folder: ``model.safetensors``, or shards named by an index.
+    """A Hugging Face folder: ``model.safetensors`` or, without it, shards named by an index.
 
     Raises:
         MissingWeights: a file is absent, truncated or damaged.
@@ -71,6 +75,10 @@ class SafetensorsSource(WeightSource):
             tensor: Tensor = self._home[name].get_tensor(name)
         return tensor
 
+    def unread(self) -> list[str]:
+        # config.json says what is computed; transformers passes over further tensors as well.
+        return []
+
     def close(self) -> None:
         self._home.clear()
         self._files.close()
@@ -87,14 +95,22 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
+    # As for transformers, an index counts only where there is no single file.
+    names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if index.exists() and not (folder / names[0]).exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            outside = [
+                name for name in names if Path(name).is_absolute() or ".." in Path(name).parts
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MissingWeights(f"{index} is damaged ({error!r}); download it again") from error
-    else:
-        names = ["model.safetensors"]
+        if outside:
+            raise MissingWeights(
+                f"{index} names {outside[0]!r}, which is not in its folder: put the file there and "
+                "name it by its path within the folder"
+            )
     paths = [folder / name for name in names]
     absent = [path.name for path in paths if not path.exists()]
     if absent:
