@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from scheduler_rig import Rig
 
 from pdcore import FinishReason, Request
-from pdcore.connector.base import ExternalMatch
+from pdcore.connector.base import ConnectorEvents, ExternalMatch, HandOver, KVLoad
 from pdcore.connector.null import NullSchedulerConnector
+from pdcore.connector.stats import ConnectorStats
+from pdcore.messages import LoadFailure, TransferKey, TransferReport
 from pdcore.scheduler import SkipCode
 
 
@@ -136,3 +141,172 @@ def test_a_connector_that_never_decides_holds_nobody_up_for_ever(on_load_failure
     (reason,) = rig.ends().values()
     assert reason is (FinishReason.ERROR if on_load_failure == "fail" else FinishReason.LENGTH)
     assert rig.clock.now() == 5.0
+
+
+class Loads(RemoteConnector):
+    """Begins a load for "remote", that a test ends; does what a test says in one method."""
+
+    def __init__(self, method: str = "", answer: Callable[[], Any] = lambda: None) -> None:
+        super().__init__(is_async=True)
+        self.transfers: list[TransferKey] = []
+        self.cancelled: list[TransferKey] = []
+        if method:
+            setattr(self, method, lambda *_: answer())
+
+    def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
+        self.transfers.append(load.transfer)
+
+    def undo_alloc(self, request: Request, load: KVLoad) -> None:
+        return None
+
+    def cancel(self, transfer: TransferKey) -> None:
+        self.cancelled.append(transfer)
+
+
+def _raise() -> Any:
+    raise OSError("broken")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("num_tokens", [4.5, math.nan, math.inf, None, "7", True])
+def test_a_number_of_tokens_that_is_none_ends_its_request_alone(
+    num_tokens: Any, is_async: bool
+) -> None:
+    """The others are served, those behind it in the queue as well."""
+    connector = Loads("get_num_new_matched_tokens")
+    answers = {"bad": lambda: ExternalMatch(num_tokens=num_tokens, is_async=is_async)}
+    connector.get_num_new_matched_tokens = lambda request, _: answers.get(  # type: ignore[method-assign]
+        request.request_id, lambda: ExternalMatch(num_tokens=0)
+    )()
+    rig = Rig(connector=connector)
+    for name in ("one", "bad", "two"):
+        rig.add(name)
+    assert rig.ends() == {
+        "one": FinishReason.LENGTH,
+        "bad": FinishReason.ERROR,
+        "two": FinishReason.LENGTH,
+    }
+
+
+def test_a_load_that_cannot_be_undone_costs_its_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All else of the plan is taken back, and nobody wants a load that may begin after all."""
+    connector = Loads("undo_alloc", _raise)
+    rig = Rig(connector=connector)
+    rig.add("remote", num_tokens=16)
+    rig.add("other")
+    rig.scheduler.abandon(rig.scheduler.schedule())
+    rig.scheduler.check()
+    assert connector.cancelled == connector.transfers
+    assert rig.ends() == {"remote": FinishReason.ERROR, "other": FinishReason.LENGTH}
+    assert "undo_alloc() raised" in caplog.text
+
+
+def test_orders_that_cannot_be_rebuilt_do_not_stop_a_plan_from_being_taken_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The plan is gone, and the next one is made."""
+    connector = Loads("rebuild_connector_meta", _raise)
+    connector.build_connector_meta = lambda output: "orders"  # type: ignore[method-assign]
+    rig = Rig(connector=connector)
+    rig.add("other")
+    rig.scheduler.abandon(rig.scheduler.schedule())
+    assert rig.ends() == {"other": FinishReason.LENGTH}
+    assert "rebuild_connector_meta() raised" in caplog.text
+
+
+@pytest.mark.parametrize("transfer_id", ["same", [1], 7])
+def test_blocks_are_kept_once_under_a_name_that_is_one(transfer_id: Any) -> None:
+    """What cannot be kept is an error of its request; what was kept before is let go of later."""
+    connector = Loads(
+        "request_finished",
+        lambda: HandOver(transfer_id=transfer_id, kv_transfer_params={"x": 1}),
+    )
+    rig = Rig(connector=connector)
+    for start in (4, 24):
+        asks = {"do_remote_decode": True}
+        rig.add(str(start), prompt=range(start, start + 7), max_tokens=1, kv_transfer_params=asks)
+    rig.driver.step()
+    num_kept = int(transfer_id == "same")
+    ends = [got.finish_reason for got in rig.driver.delivered.values()]
+    assert ends == [FinishReason.LENGTH] * num_kept + [FinishReason.ERROR] * (2 - num_kept)
+    assert rig.scheduler.stats().num_held_for_peers == num_kept
+    rig.scheduler.check()
+    connector.update_connector_output(TransferReport(finished_sending=("same", "same")))
+    rig.scheduler.abandon(rig.scheduler.schedule())
+    rig.scheduler.check()
+    assert not rig.scheduler.has_requests()
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        {"finished_recving": (5,)},
+        {"finished_recving": ((1, 1),)},
+        {"finished_recving": (TransferKey([], 1),)},  # type: ignore[arg-type]
+        {"finished_recving": None},
+        {"finished_sending": "abc"},
+        {"finished_sending": ([],)},
+        {"failed": (5,)},
+        {"failed": None},
+    ],
+)
+@pytest.mark.parametrize("kind", [ConnectorEvents, TransferReport])
+def test_events_about_nothing_are_refused_where_they_are_made(
+    events: dict[str, Any], kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By name, in the connector's own call; so the engine goes on."""
+    rig = Rig(connector=Loads("take_events", lambda: kind(**events)))
+    rig.add("a")
+    assert rig.ends() == {"a": FinishReason.LENGTH}
+    assert f"TransferError: {kind.__name__}({next(iter(events))}=" in caplog.text
+
+
+@pytest.mark.parametrize("num_valid_tokens", [None, "3", 4.5, math.nan])
+def test_a_failure_that_vouches_for_nonsense_vouches_for_nothing(num_valid_tokens: Any) -> None:
+    """Its request is computed here, and no block is lost."""
+    connector = Loads()
+    rig = Rig(connector=connector, limits={"max_load_retries": 0})
+    rig.add("remote", num_tokens=16)
+    rig.driver.step()
+    (transfer,) = connector.transfers
+    failure = LoadFailure(transfer=transfer, num_valid_tokens=num_valid_tokens, cause="lost")
+    connector.update_connector_output(TransferReport(failed=(failure,)))
+    assert rig.ends() == {"remote": FinishReason.LENGTH}
+    assert not rig.scheduler.stats().num_quarantined_blocks
+
+
+@pytest.mark.parametrize(
+    ("method", "answers"),
+    [
+        ("stats", [_raise, lambda: None]),
+        ("explain", [_raise, lambda: 5]),
+        ("next_wakeup", [lambda: "x", lambda: math.nan]),
+        ("has_pending", [lambda: np.zeros(2)]),
+    ],
+)
+def test_what_a_connector_says_of_itself_stops_nothing(
+    method: str, answers: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler answers as if it had said nothing, and the log has why."""
+    for answer in answers:
+        caplog.clear()
+        rig = Rig(connector=Loads(method, answer))
+        rig.add("remote", num_tokens=16)
+        rig.driver.step()
+        assert rig.scheduler.stats().connector == ConnectorStats()
+        assert rig.scheduler.explain("remote").waits_on == "its remote KV"
+        assert rig.scheduler.next_wakeup() == rig.scheduler.limits.load_timeout_s
+        rig.scheduler.has_work()
+        assert not Rig(connector=Loads(method, answer)).scheduler.has_requests()
+        assert f"{method}() raised" in caplog.text
+
+
+def test_a_handle_of_another_scheduler_aborts_nobody() -> None:
+    """Its uid may be that of a request here."""
+    here, there = Rig(), Rig()
+    here.add("mine")
+    handle = there.scheduler.add_request(Request("theirs", range(4, 9)))
+    here.scheduler.abort_requests([handle])
+    assert here.ends() == {"mine": FinishReason.LENGTH}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,47 @@ def test_a30_a_request_waits_for_its_grammar_without_holding_up_others() -> None
     assert all(token % 2 == 0 for token in rig.driver.delivered["good"].token_ids)
     assert compiler.futures["aborted"].cancelled()
     assert compiler.futures["late"].cancelled()
+
+
+class BrokenFuture(Future[GrammarMatcher]):
+    """One of its methods raises."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+
+        def broken(*_: Any) -> Any:
+            raise OSError("broken")
+
+        setattr(self, method, broken)
+
+
+class CompilesBroken(CompilesLater):
+    """Has a broken future for "strict"."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def compile(self, request: Request) -> Future[GrammarMatcher]:
+        future = self.futures[request.request_id] = BrokenFuture(self._method)
+        return future
+
+
+@pytest.mark.parametrize("method", ["done", "exception", "cancelled", "cancel"])
+def test_a_future_that_raises_costs_its_request_alone(method: str) -> None:
+    """When it is asked whether it is done, and when it is called off."""
+    compiler = CompilesBroken(method)
+    rig = Rig(grammar=compiler)
+    rig.add("strict", structured_output="even", max_tokens=6)
+    rig.add("plain", max_tokens=2)
+    rig.scheduler.has_work()
+    if method == "cancel":
+        rig.driver.abort(["strict"])
+        rig.scheduler.check()
+    else:
+        compiler.futures["strict"].set_result(EvenTokens())
+    end = FinishReason.ABORT if method == "cancel" else FinishReason.ERROR
+    assert rig.ends() == {"strict": end, "plain": FinishReason.LENGTH}
 
 
 class AnswersNothing(CompilesLater):

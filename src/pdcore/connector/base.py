@@ -25,11 +25,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.answers import is_flag, is_integer, is_number, is_text_or_none, must_be
 from pdcore.clock import Clock
 from pdcore.connector.layout import KVLayout
 from pdcore.connector.stats import ConnectorStats
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import LoadFailure, SchedulerOutput, TransferKey, TransferReport
+from pdcore.messages.transfers import are_failures, are_keys, are_names
 from pdcore.request import FinishReason, Request
 
 __all__ = [
@@ -55,11 +57,17 @@ class ExternalMatch:
             is done when `WorkerConnector.start_load_kv` returns.
         load_s: how many seconds the connector expects the load to take, for `SchedulingPolicy.load`
             to weigh against computing the tokens; None when it cannot say.
+
+    Raises:
+        TransferError: something is of another type.
     """
 
-    num_tokens: int
-    is_async: bool = False
-    load_s: float | None = None
+    num_tokens: int = attrs.field(validator=must_be("an integer", is_integer))
+    is_async: bool = attrs.field(default=False, validator=must_be("True or False", is_flag))
+    load_s: float | None = attrs.field(
+        default=None,
+        validator=must_be("a number or None", lambda load_s: load_s is None or is_number(load_s)),
+    )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -106,13 +114,23 @@ class HandOver:
     """A wish that the blocks of an ended request stay, and what to tell the decode side.
 
     Args:
-        transfer_id: named again in `ConnectorEvents.finished_sending` when the blocks may go; None
-            keeps nothing.
+        transfer_id: named again in `ConnectorEvents.finished_sending` when the blocks may go, and
+            given to no other hand-over before that; None keeps nothing.
         kv_transfer_params: what the application passes on, or None.
+
+    Raises:
+        TransferError: something is of another type.
     """
 
-    transfer_id: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    transfer_id: str | None = attrs.field(
+        default=None, validator=must_be("a string or None", is_text_or_none)
+    )
+    kv_transfer_params: dict[str, Any] | None = attrs.field(
+        default=None,
+        validator=must_be(
+            "a dict or None", lambda params: params is None or isinstance(params, Mapping)
+        ),
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -123,11 +141,14 @@ class ConnectorEvents:
         finished_sending: hand-overs whose blocks may go: read, refused, or their lease ran out.
         finished_recving: loads that are complete and vouched for.
         failed: loads that are not, and never will be.
+
+    Raises:
+        TransferError: something is of another type.
     """
 
-    finished_sending: tuple[str, ...] = ()
-    finished_recving: tuple[TransferKey, ...] = ()
-    failed: tuple[LoadFailure, ...] = ()
+    finished_sending: tuple[str, ...] = attrs.field(default=(), validator=are_names)
+    finished_recving: tuple[TransferKey, ...] = attrs.field(default=(), validator=are_keys)
+    failed: tuple[LoadFailure, ...] = attrs.field(default=(), validator=are_failures)
 
 
 class SchedulerConnector(ABC):
@@ -135,7 +156,9 @@ class SchedulerConnector(ABC):
     and must not block; a connector that talks to peers does so on threads of its own, started in
     `start` and joined by `close`.
 
-    If a method that concerns one request raises, that request alone ends with ``error``.
+    If a method that concerns one request raises, that request alone ends with ``error``; if one
+    that concerns none raises, the log says so and the engine goes on. An answer of another type
+    than a method promises is as an error.
     """
 
     def __init__(self) -> None:
@@ -194,7 +217,8 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def undo_alloc(self, request: Request, load: KVLoad) -> None:
-        """The step that would have started the load was abandoned before it reached a worker."""
+        """The step that would have started the load was abandoned before it reached a worker. If
+        this raises, `cancel` is called, since the load may still be about to begin."""
 
     @abstractmethod
     def build_connector_meta(self, output: SchedulerOutput) -> Any:
@@ -212,7 +236,8 @@ class SchedulerConnector(ABC):
         """A request ended, whether or not it ever had blocks. Called exactly once for each.
 
         Returns:
-            What is to stay and what to tell the decode side; None when there is neither.
+            What is to stay and what to tell the decode side; None when there is neither. Nothing
+            stays under the ``transfer_id`` of a hand-over that is still open: that is an error.
         """
 
     @abstractmethod

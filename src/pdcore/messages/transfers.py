@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 
+from pdcore.answers import is_integer, must_be, must_be_tuple
+
 if TYPE_CHECKING:
     from pdcore.connector.stats import TransferStats
 
-__all__ = ["LoadFailure", "PushReport", "TransferKey", "TransferReport"]
+__all__ = [
+    "LoadFailure",
+    "PushReport",
+    "TransferKey",
+    "TransferReport",
+    "are_failures",
+    "are_keys",
+    "are_names",
+]
 
 
 class TransferKey(NamedTuple):
@@ -19,6 +29,15 @@ class TransferKey(NamedTuple):
     attempt: int
 
 
+def _is_key(value: object) -> bool:
+    """Whether a value names a load."""
+    return isinstance(value, TransferKey) and all(map(is_integer, value))
+
+
+def _vouched(num_tokens: int) -> int:
+    return num_tokens if is_integer(num_tokens) else 0
+
+
 @attrs.frozen(kw_only=True)
 class LoadFailure:
     """A load that ended without all of its tokens.
@@ -26,12 +45,16 @@ class LoadFailure:
     Args:
         transfer: which load.
         num_valid_tokens: tokens from the start of the prompt that are good, local ones included.
+            What is no integer vouches for none: that a load failed is never lost.
         cause: what went wrong, for people.
+
+    Raises:
+        TransferError: ``transfer`` names no load.
     """
 
-    transfer: TransferKey
-    num_valid_tokens: int
-    cause: str
+    transfer: TransferKey = attrs.field(validator=must_be("a TransferKey", _is_key))
+    num_valid_tokens: int = attrs.field(converter=_vouched)
+    cause: str = attrs.field(converter=str)
 
 
 @attrs.frozen(kw_only=True)
@@ -54,6 +77,15 @@ class PushReport:
     was_cut: bool = False
 
 
+are_names = must_be_tuple("strings", lambda name: isinstance(name, str))
+are_keys = must_be_tuple("TransferKeys", _is_key)
+are_failures = must_be_tuple("LoadFailures", lambda failure: isinstance(failure, LoadFailure))
+_are_measured = must_be_tuple(
+    "TransferStats", lambda stats: _is_key(getattr(stats, "transfer", None))
+)
+_are_pushes = must_be_tuple("PushReports", lambda push: isinstance(push, PushReport))
+
+
 @attrs.frozen(kw_only=True)
 class TransferReport:
     """What a worker's connector has to say since its last report.
@@ -65,13 +97,16 @@ class TransferReport:
             connector writes to its blocks no more.
         measured: what finished reads took, from connectors that measure.
         pushed: pushes that ended on a rank, from connectors that send KV ahead.
+
+    Raises:
+        TransferError: something is of another type.
     """
 
-    finished_sending: tuple[str, ...] = ()
-    finished_recving: tuple[TransferKey, ...] = ()
-    failed: tuple[LoadFailure, ...] = ()
-    measured: tuple[TransferStats, ...] = ()
-    pushed: tuple[PushReport, ...] = ()
+    finished_sending: tuple[str, ...] = attrs.field(default=(), validator=are_names)
+    finished_recving: tuple[TransferKey, ...] = attrs.field(default=(), validator=are_keys)
+    failed: tuple[LoadFailure, ...] = attrs.field(default=(), validator=are_failures)
+    measured: tuple[TransferStats, ...] = attrs.field(default=(), validator=_are_measured)
+    pushed: tuple[PushReport, ...] = attrs.field(default=(), validator=_are_pushes)
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving or self.failed or self.pushed)

@@ -27,7 +27,11 @@ def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
     else:
         _take_back_safely(core, output, dispatched=dispatched)
     if not dispatched and core.connector is not None and output.connector_meta is not None:
-        core.connector.rebuild_connector_meta(output.connector_meta)
+        try:
+            core.connector.rebuild_connector_meta(output.connector_meta)
+        except Exception as error:
+            told = "the connector's rebuild_connector_meta() raised; what was lost times out"
+            core.complain(told, error)
     core.undo_is_exact = False
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pdcore.answers import check_answer
 from pdcore.connector.base import ExternalMatch
 from pdcore.errors import OutOfBlocks
 from pdcore.kvcache.manager import PrefixHit
@@ -221,6 +222,7 @@ class AdmissionPass:
         if core.connector is None or not state.ask_connector or state.block_ids is not None:
             return _NO_MATCH
         match = core.connector.get_num_new_matched_tokens(state.request, hit.num_tokens)
+        check_answer(match, ExternalMatch, may_be_none=True)
         if match is None or not match.num_tokens:
             return match
         num_tokens = match.num_tokens

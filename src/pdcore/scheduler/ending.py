@@ -6,8 +6,10 @@ import logging
 
 import numpy as np
 
+from pdcore.answers import check_answer
 from pdcore.connector.base import FinishedBlocks, HandOver
 from pdcore.connector.tickets import asks_for_hand_over
+from pdcore.errors import TransferError
 from pdcore.kvcache.holds import HoldReason
 from pdcore.messages import RequestOutput
 from pdcore.request import FinishReason, RequestStatus
@@ -133,8 +135,11 @@ def _leave_queues(core: Core, state: RequestState) -> None:
     core.stop_asking(state)
     future = core.compiling.pop(state.uid, None)
     if future is not None:
-        future.cancel()
         core.alarms.cancel(("grammar", state.uid))
+        try:
+            future.cancel()
+        except Exception as error:
+            core.complain("the cancel() of a grammar's future raised", error)
     core.drop_blocks(state)
 
 
@@ -150,8 +155,12 @@ def _tell_connector(
     blocks = _finished_blocks(core, state, reason)
     try:
         hand_over = core.connector.request_finished(state.request, state.uid, blocks)
-        if hand_over is not None and not isinstance(hand_over, HandOver):
-            raise TypeError(f"it returned {hand_over!r:.80}, which is no HandOver")
+        check_answer(hand_over, HandOver, may_be_none=True)
+        if hand_over is not None and hand_over.transfer_id in core.handed_over:
+            raise TransferError(
+                f"it gave the transfer_id {hand_over.transfer_id!r:.80} of a hand-over that is "
+                "still open: name each differently"
+            )
     except Exception as error:
         logger.exception("the connector's request_finished(%s) raised", state.request_id)
         return None, f"request_finished() raised {error!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdcore.messages import SchedulerOutput
 from pdcore.request import RequestStatus
+from pdcore.scheduler.asking import ask_what_it_waits_for
 from pdcore.scheduler.base import Skip, SkipCode
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.state import RequestState
@@ -21,7 +22,7 @@ def explain(core: Core, request_id: str, *, plan: SchedulerOutput | None, is_pau
         return core.skips[uid]
     match state.status:
         case RequestStatus.WAITING_FOR_REMOTE_KVS:
-            words = core.connector.explain(state.request) if core.connector else None
+            words = ask_what_it_waits_for(core, state.request)
             return Skip(code=SkipCode.WAITING_FOR_REMOTE_KVS, waits_on=words or "its remote KV")
         case RequestStatus.WAITING_FOR_GRAMMAR:
             return Skip(code=SkipCode.WAITING_FOR_GRAMMAR, waits_on="its grammar")

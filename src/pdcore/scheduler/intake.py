@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
+from pdcore.answers import check_answer
 from pdcore.connector.base import ConnectorEvents
 from pdcore.messages import LoadFailure, TransferKey
 from pdcore.request import FinishReason, RequestStatus
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.ending import fail, finish
+from pdcore.scheduler.grammar import GrammarMatcher
 from pdcore.scheduler.state import RequestState, move
 
-__all__ = ["Intake"]
+__all__ = ["Intake", "is_compiled"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,7 @@ class Intake:
         assert core.connector is not None
         try:
             events = core.connector.take_events()
-            if not isinstance(events, ConnectorEvents):
-                raise TypeError(f"it returned {events!r:.80}, which is no ConnectorEvents")
+            check_answer(events, ConnectorEvents)
         except Exception as error:
             core.complain("the connector's take_events() raised; its loads time out", error)
             events = ConnectorEvents()
@@ -169,18 +170,16 @@ class Intake:
     def _take_grammars(self) -> None:
         core = self._core
         for uid, future in list(core.compiling.items()):
-            if not future.done():
+            outcome = _outcome(future)
+            if outcome is None:
                 continue
             state = core.requests[uid]
-            error = CancelledError() if future.cancelled() else future.exception()
-            if error is None and future.result() is None:
-                error = TypeError("its compilation gave None for a matcher")
-            if error is not None:
-                fail(core, state, f"its grammar could not be compiled: {error!r}")
+            if isinstance(outcome, BaseException):
+                fail(core, state, f"its grammar could not be compiled: {outcome!r}")
                 continue
             del core.compiling[uid]
             core.alarms.cancel(("grammar", uid))
-            state.matcher = future.result()
+            state.matcher = outcome
             move(state, RequestStatus.WAITING)
             core.enqueue(state)
 
@@ -234,3 +233,23 @@ class Intake:
             core.connector.cut_off(transfer)
         except Exception:
             logger.exception("the connector's cut_off(%s) raised", transfer)
+
+
+def is_compiled(future: Future[GrammarMatcher]) -> bool:
+    """Whether there is an outcome to take in: of a future that cannot even say, its error."""
+    try:
+        return bool(future.done())
+    except Exception:
+        return True
+
+
+def _outcome(future: Future[GrammarMatcher]) -> GrammarMatcher | BaseException | None:
+    """A grammar's matcher, or why there is none; None while it is being compiled."""
+    try:
+        if not future.done():
+            return None
+        error = CancelledError() if future.cancelled() else future.exception()
+        outcome = future.result() if error is None else error
+    except Exception as error:
+        return error
+    return TypeError("its compilation gave None for a matcher") if outcome is None else outcome

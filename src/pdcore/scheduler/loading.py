@@ -97,8 +97,19 @@ class Loading:
         # Never counted back, so that no two loads have one name.
         state.attempt += 1
         state.load, state.load_step = load, core.step_id
-        core.record(lambda: connector.undo_alloc(state.request, load))
+        core.record(lambda: self._undo(state, load))
         return load
+
+    def _undo(self, state: RequestState, load: KVLoad) -> None:
+        """Tell the connector that a load does not begin. If that fails it may begin after all."""
+        core = self._core
+        assert core.connector is not None
+        try:
+            core.connector.undo_alloc(state.request, load)
+        except Exception as error:
+            core.complain("the connector's undo_alloc() raised", error)
+            fail_later(core, state, "undo_alloc", error)
+            core.call_off(load.transfer)
 
     def count(self, state: RequestState, num_tokens: int) -> None:
         core = self._core

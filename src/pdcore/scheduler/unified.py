@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from pdcore.answers import check_answer
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import SchedulerConnector
-from pdcore.connector.stats import ConnectorStats
 from pdcore.errors import InvalidRequest, OutputOrder, ReentrantCall
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import (
@@ -26,6 +25,7 @@ from pdcore.request import FinishReason, Request, RequestStatus
 from pdcore.scheduler.abandon import count_lost_load, take_back, undo_exactly
 from pdcore.scheduler.admission import AdmissionPass
 from pdcore.scheduler.arrivals import Arrivals
+from pdcore.scheduler.asking import ask_stats, ask_wakeup, ask_whether_pending
 from pdcore.scheduler.audit import audit, fingerprint, raise_if_stalled
 from pdcore.scheduler.base import (
     Limits,
@@ -41,7 +41,7 @@ from pdcore.scheduler.dispatch import Dispatch, OrdersLost
 from pdcore.scheduler.ending import finish
 from pdcore.scheduler.explaining import explain
 from pdcore.scheduler.grammar import GrammarBackend
-from pdcore.scheduler.intake import Intake
+from pdcore.scheduler.intake import Intake, is_compiled
 from pdcore.scheduler.loading import Loading
 from pdcore.scheduler.masking import make_bitmask
 from pdcore.scheduler.plan import Plan
@@ -53,8 +53,6 @@ from pdcore.scheduler.validate import check_parts, refuse_mismatch
 __all__ = ["UnifiedScheduler"]
 
 Int32Array = npt.NDArray[np.int32]
-
-_AnswerT = TypeVar("_AnswerT")
 
 
 class UnifiedScheduler(Scheduler):
@@ -138,13 +136,12 @@ class UnifiedScheduler(Scheduler):
         if isinstance(requests, str | RequestHandle):
             requests = (requests,)
         for request in requests:
-            if isinstance(request, RequestHandle):
-                uid: int | None = request.uid
-            else:
-                uid = core.uids.get(request)
-            state = None if uid is None else core.requests.get(uid)
-            if state is not None:
-                core.outbox.append(finish(core, state, FinishReason.ABORT))
+            request_id = request.request_id if isinstance(request, RequestHandle) else request
+            uid = core.uids.get(request_id)
+            # The id may have been used again, and the uid may be one of another scheduler.
+            if uid is None or (isinstance(request, RequestHandle) and request.uid != uid):
+                continue
+            core.outbox.append(finish(core, core.requests[uid], FinishReason.ABORT))
 
     def schedule(self) -> SchedulerOutput:
         while True:
@@ -253,17 +250,14 @@ class UnifiedScheduler(Scheduler):
             or core.outbox
             or core.handed_over
             or core.quarantine
-            or (
-                core.connector is not None
-                and self._answer_of("has_pending", core.connector.has_pending, otherwise=False)
-            )
+            or ask_whether_pending(core)
         )
 
     def has_work(self) -> bool:
         core = self._core
         if core.in_flight or core.outbox or core.failing or core.finished_rows or core.has_news:
             return True
-        if any(future.done() for future in core.compiling.values()) or core.find_crowding():
+        if any(map(is_compiled, core.compiling.values())) or core.find_crowding():
             return True
         wakeup = self.next_wakeup()
         if wakeup is not None and wakeup <= core.clock.now():
@@ -274,9 +268,7 @@ class UnifiedScheduler(Scheduler):
 
     def next_wakeup(self) -> float | None:
         core = self._core
-        times = [core.alarms.next()]
-        if core.connector is not None:
-            times.append(self._answer_of("next_wakeup", core.connector.next_wakeup, otherwise=None))
+        times = (core.alarms.next(), ask_wakeup(core))
         return min((time for time in times if time is not None), default=None)
 
     def status(self, request_id: str) -> RequestStatus | None:
@@ -327,7 +319,7 @@ class UnifiedScheduler(Scheduler):
             num_usable_blocks=pool.num_usable_blocks,
             num_quarantined_blocks=core.quarantine.num_blocks,
             max_num_quarantined_blocks=core.quarantine.max_num_blocks,
-            connector=ConnectorStats() if core.connector is None else core.connector.stats(),
+            connector=ask_stats(core),
             **attrs.asdict(core.counters),
         )
 
@@ -345,25 +337,16 @@ class UnifiedScheduler(Scheduler):
             f"{core.manager.pool}>"
         )
 
-    def _answer_of(
-        self, name: str, question: Callable[[], _AnswerT], *, otherwise: _AnswerT
-    ) -> _AnswerT:
-        """What the connector says; one that raises takes no engine down."""
-        try:
-            return question()
-        except Exception as error:
-            self._core.complain(f"the connector's {name}() raised", error)
-            return otherwise
-
     def _take_report(self, report: TransferReport) -> None:
         core = self._core
         if core.connector is not None:
             try:
+                check_answer(report, TransferReport)
+                core.has_news |= bool(report)
                 core.connector.update_connector_output(report)
             except Exception as error:
                 told = "the connector's update_connector_output() raised; what was lost times out"
                 core.complain(told, error)
-            core.has_news |= bool(report)
 
     def _make(self, plan: Plan) -> None:
         """Decide what runs."""
