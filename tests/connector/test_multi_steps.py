@@ -18,7 +18,8 @@ from multi_halves import (
     two_workers,
 )
 
-from pdcore.connector import ConnectorEvents
+from pdcore.connector import ConnectorEvents, HandOver
+from pdcore.connector.stats import ConnectorStats
 from pdcore.errors import TransferError
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
 
@@ -167,3 +168,53 @@ def test_one_whose_events_cannot_be_had_holds_up_no_other() -> None:
     near.next_wakeup = near.has_pending = lambda: [][0]  # type: ignore[method-assign]
     assert multi.next_wakeup() == 7.0
     assert multi.has_pending()
+
+
+@pytest.mark.usefixtures("quiet_log")
+def test_what_one_said_is_not_lost_when_another_answers_nonsense() -> None:
+    """A hand-over that was let go of is let go of, and each number is that of the others."""
+    near, far, multi = two()
+    near.wish = HandOver(transfer_id="t")
+    request = a_request()
+    multi.request_added(request, 1)
+    joint = multi.request_finished(request, 1, BLOCKS)
+    assert joint is not None
+    near.said = ConnectorEvents(finished_sending=("t",))
+    nonsense: Any = object()
+    for method in ("take_events", "stats", "next_wakeup"):
+        setattr(far, method, lambda: nonsense)
+    assert multi.take_events() == ConnectorEvents(finished_sending=(str(joint.transfer_id),))
+    assert multi.stats().by_connector["far"] == ConnectorStats()
+    assert multi.next_wakeup() is None
+
+
+@pytest.mark.usefixtures("quiet_log")
+def test_a_hand_over_under_the_name_of_an_open_one_keeps_nothing() -> None:
+    """The first is still let go of when its connector says so."""
+    near, _, multi = two()
+    near.wish = HandOver(transfer_id="t")
+    first, second = a_request(), a_request()
+    multi.request_added(first, 1)
+    multi.request_added(second, 2)
+    joint = multi.request_finished(first, 1, BLOCKS)
+    assert joint is not None
+    assert multi.request_finished(second, 2, BLOCKS) is None
+    near.said = ConnectorEvents(finished_sending=("t",))
+    assert multi.take_events().finished_sending == (joint.transfer_id,)
+
+
+@pytest.mark.usefixtures("quiet_log")
+def test_a_load_that_cannot_be_undone_is_cancelled() -> None:
+    """Its connector may begin it after all, and brings nothing more for that request."""
+    near, far, multi = two(match=5)
+    far.match = 3
+    cancelled: list[TransferKey] = []
+    near.cancel = cancelled.append  # type: ignore[method-assign]
+    near.undo_alloc = lambda: None  # type: ignore[assignment]
+    request = a_request()
+    loading(multi, request)
+    multi.undo_alloc(request, a_load(request))
+    assert cancelled == [KEY]
+    match = multi.get_num_new_matched_tokens(request, 4)
+    assert match is not None
+    assert match.num_tokens == 3

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import attrs
 import numpy as np
 
+from pdcore.answers import check_answer, check_time
 from pdcore.clock import Clock
 from pdcore.connector.base import (
     ConnectorEvents,
@@ -18,6 +20,7 @@ from pdcore.connector.base import (
     KVLoad,
     SchedulerConnector,
 )
+from pdcore.connector.multi.asking import are_events, are_stats, are_words, ask
 from pdcore.connector.multi.hand_overs import JointHandOvers
 from pdcore.connector.multi.loads import JointLoads, OwnedLoad
 from pdcore.connector.multi.meta import MultiMeta
@@ -34,8 +37,6 @@ from pdcore.request import FinishReason, Request
 __all__ = ["MultiSchedulerConnector"]
 
 logger = logging.getLogger(__name__)
-
-AnswerT = TypeVar("AnswerT")
 
 _AT_ONCE = 0.0
 """A time that has come on every clock."""
@@ -106,7 +107,7 @@ class MultiSchedulerConnector(SchedulerConnector):
 
     def recognizes(self, params: Mapping[str, Any]) -> bool:
         return is_joined(params) or any(
-            self._ask(name, half.recognizes, params, otherwise=False)
+            ask(name, half.recognizes, params, otherwise=False, check=bool)
             for name, half in self._halves.items()
         )
 
@@ -141,9 +142,8 @@ class MultiSchedulerConnector(SchedulerConnector):
         self._loads.request_ended(uid)
         wishes = {}
         for name, view in shared.views.items():
-            wish = self._ask(
-                name, self._halves[name].request_finished, view, uid, blocks, otherwise=None
-            )
+            half, check = self._halves[name], partial(self._hand_overs.check, name)
+            wish = ask(name, half.request_finished, view, uid, blocks, otherwise=None, check=check)
             if wish is not None:
                 wishes[name] = wish
         return self._hand_overs.join(wishes, is_clear=self._is_clear)
@@ -161,12 +161,13 @@ class MultiSchedulerConnector(SchedulerConnector):
                 match = self._halves[name].get_num_new_matched_tokens(
                     shared.views[name], num_local_tokens
                 )
+                check_answer(match, ExternalMatch, may_be_none=True)
             except Exception:
                 self._pass_over(shared, name, request, "get_num_new_matched_tokens")
                 continue
             if match is None:
                 return None
-            if match.num_tokens:
+            if match.num_tokens > 0:
                 shared.match = name, match
                 return match
         return ExternalMatch(num_tokens=0)
@@ -200,8 +201,12 @@ class MultiSchedulerConnector(SchedulerConnector):
         if owned is None:
             self._unbegun = [each for each in self._unbegun if each.transfer != load.transfer]
             return
-        half = self._halves[owned.owner]
-        self._ask(owned.owner, half.undo_alloc, owned.load.request, owned.load, otherwise=None)
+        half, view = self._halves[owned.owner], owned.load.request
+        try:
+            half.undo_alloc(view, owned.load)
+        except Exception:
+            self._pass_over(owned.shared, owned.owner, view, "undo_alloc")
+            ask(owned.owner, half.cancel, load.transfer, otherwise=None)
 
     def cancel(self, transfer: TransferKey) -> None:
         owner = self._loads.owner_of(transfer)
@@ -241,7 +246,7 @@ class MultiSchedulerConnector(SchedulerConnector):
             return
         self._loads.retake(meta.loads)
         for name, part in meta.parts.items():
-            self._ask(name, self._halves[name].rebuild_connector_meta, part, otherwise=None)
+            ask(name, self._halves[name].rebuild_connector_meta, part, otherwise=None)
 
     def update_connector_output(self, report: TransferReport) -> None:
         """Give each connector what its own workers said."""
@@ -250,7 +255,7 @@ class MultiSchedulerConnector(SchedulerConnector):
         self._num_dropped_events += sum(owner_of(transfer) is None for transfer in ended)
         for name, half in self._halves.items():
             part = part_of(report, name, owner_of=owner_of)
-            self._ask(name, half.update_connector_output, part, otherwise=None)
+            ask(name, half.update_connector_output, part, otherwise=None)
 
     def take_events(self) -> ConnectorEvents:
         """What happened, each end of a load and of a hand-over once."""
@@ -258,7 +263,7 @@ class MultiSchedulerConnector(SchedulerConnector):
         finished: list[TransferKey] = []
         failed, self._unbegun = self._unbegun, []
         for name, half in self._halves.items():
-            events = self._ask(name, half.take_events, otherwise=_NO_EVENTS)
+            events = ask(name, half.take_events, otherwise=_NO_EVENTS, check=are_events)
             sent += self._take_sent(name, events)
             for transfer in events.finished_recving:
                 if self._take_end(name, transfer):
@@ -274,13 +279,14 @@ class MultiSchedulerConnector(SchedulerConnector):
         if self._unbegun:
             return _AT_ONCE
         times = [
-            self._ask(name, half.next_wakeup, otherwise=None) for name, half in self._halves.items()
+            ask(name, half.next_wakeup, otherwise=None, check=check_time)
+            for name, half in self._halves.items()
         ]
         return min((time for time in times if time is not None), default=None)
 
     def has_pending(self) -> bool:
         return bool(self._unbegun) or any(
-            self._ask(name, half.has_pending, otherwise=False)
+            ask(name, half.has_pending, otherwise=False, check=bool)
             for name, half in self._halves.items()
         )
 
@@ -292,31 +298,22 @@ class MultiSchedulerConnector(SchedulerConnector):
             return None
         load = self._loads.of(shared)
         for name in shared.sources if load is None else (load.owner,):
-            words = self._ask(name, self._halves[name].explain, shared.views[name], otherwise=None)
+            half, view = self._halves[name], shared.views[name]
+            words = ask(name, half.explain, view, otherwise=None, check=are_words)
             if words is not None:
                 return f"{words}, by connector {name!r}"
         return None if load is None else f"its KV from connector {load.owner!r}"
 
     def stats(self) -> MultiStats:
         each = {
-            name: self._ask(name, half.stats, otherwise=ConnectorStats())
+            name: ask(name, half.stats, otherwise=ConnectorStats(), check=are_stats)
             for name, half in self._halves.items()
         }
         return MultiStats.of(each, num_dropped_events=self._num_dropped_events)
 
     def close(self) -> None:
         for name, half in self._halves.items():
-            self._ask(name, half.close, otherwise=None)
-
-    def _ask(
-        self, name: str, method: Callable[..., AnswerT], *args: Any, otherwise: AnswerT
-    ) -> AnswerT:
-        """What a connector says; one that raises takes nobody else down."""
-        try:
-            return method(*args)
-        except Exception:
-            logger.exception("connector %r raised in %s()", name, method.__name__)
-            return otherwise
+            ask(name, half.close, otherwise=None)
 
     def _show(self, offers: Offers, uid: int, shared: SharedRequest) -> None:
         """Tell all connectors of a request; those with an offer see their parameters."""
@@ -350,7 +347,7 @@ class MultiSchedulerConnector(SchedulerConnector):
     def _is_clear(self, name: str, params: Mapping[str, Any]) -> bool:
         """Whether no other connector takes these parameters for its own."""
         return not any(
-            self._ask(other, half.recognizes, params, otherwise=False)
+            ask(other, half.recognizes, params, otherwise=False, check=bool)
             for other, half in self._halves.items()
             if other != name
         )
@@ -365,7 +362,7 @@ class MultiSchedulerConnector(SchedulerConnector):
         )
         for name, view in shared.views.items():
             half = self._halves[name]
-            self._ask(name, half.request_finished, view, uid, nothing, otherwise=None)
+            ask(name, half.request_finished, view, uid, nothing, otherwise=None)
 
     def _pass_over(self, shared: SharedRequest, name: str, request: Request, hook: str) -> None:
         logger.exception(

@@ -101,7 +101,7 @@ class Offers:
 
 def _recognizes(name: str, half: SchedulerConnector, params: Mapping[str, Any]) -> bool:
     try:
-        return half.recognizes(params)
+        return bool(half.recognizes(params))
     except Exception:
         logger.exception("connector %r raised in recognizes()", name)
         return False
