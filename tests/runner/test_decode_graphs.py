@@ -210,7 +210,7 @@ def test_a_steady_step_waits_once(
     reads.clear()
     with ForbidWaiting():
         pair.driver.decode(9)  # blocks of four: some fill up
-    assert reads == [(2, 3)] * 9
+    assert reads == [(6,)] * 9
 
 
 @pytest.mark.parametrize("where", ["backend", "settings"])

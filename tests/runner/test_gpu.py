@@ -367,26 +367,45 @@ def test_memory_is_measured_before_the_cache_is_made(make_runner: MakeRunner) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    ("settings", "message"),
     [
-        ({"dtype": "int4"}, ConfigError, "dtype='int4' is unknown: use one of float32, "),
-        ({"device": "warp"}, ConfigError, "device='warp' is unknown"),
-        ({"device": "meta"}, ConfigError, "device='meta' is not supported"),
-        ({"attention_backend": "flash"}, ConfigError, "known are torch, triton"),
-        ({"block_size": 0}, ConfigError, "block_size=0"),
+        ({"dtype": "int4"}, "dtype='int4' is unknown: use one of float32, "),
+        ({"device": "warp"}, "device='warp' is unknown"),
+        ({"device": "meta"}, "device='meta' is not supported"),
+        ({"attention_backend": "flash"}, "known are torch, triton"),
+        ({"attention_backend": int}, "attention_backend=<class 'int'>: pass a name, or a subclass"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"limits": Limits(max_model_len=4096)}, "max_model_len=4096 is over the 256 positions"),
+        ({"limits": None}, "limits=None: pass an instance of Limits"),
+        ({"limits": {"max_num_seqs": 1}}, "pass an instance of Limits"),
+        ({"connector": object()}, "pass an instance of WorkerConnector"),
+        ({"connector": WorkerConnector}, "pass an instance of WorkerConnector"),
         (
-            {"limits": Limits(max_model_len=4096)},
-            ConfigError,
-            "max_model_len=4096 is over the 256 positions",
+            {"memory_utilization": 1.5},
+            r"memory_utilization=1\.5: must be more than 0 and at most 1",
         ),
+        ({"memory_utilization": "half"}, "memory_utilization='half': must be a finite number"),
+        ({"kv_cache_memory_bytes": -5}, "kv_cache_memory_bytes=-5: must be an integer"),
+        ({"num_threads": 0}, "num_threads=0: must be an integer, at least 1"),
+        ({"seed": -1}, r"seed=-1: must be an integer in 0\.\.2\*\*64-1"),
+        ({"seed": 2**64}, "seed=18446744073709551616: must be"),
+        ({"seed": "x"}, "seed='x': must be"),
+        ({"keep_logits": 1}, "keep_logits=1: must be True or False"),
+        ({"graph_capture": 5}, "graph_capture=5: pass a GraphCapture"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    make_runner: MakeRunner, settings: dict[str, Any], error: type[Exception], message: str
+    make_runner: MakeRunner, settings: dict[str, Any], message: str
 ) -> None:
     """Each is a named error when the runner is built."""
-    with pytest.raises(error, match=message):
+    with pytest.raises(ConfigError, match=message):
         make_runner(**settings)
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    """A setting that was left out is told as such."""
+    with pytest.raises(ConfigError, match="model_path=None: pass the path"):
+        GPUModelRunner(None, limits=LIMITS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -394,13 +413,6 @@ def test_cuda_without_a_device_is_refused(make_runner: MakeRunner) -> None:
     """The error says what to do instead."""
     with pytest.raises(ConfigError, match="use 'cpu'"):
         make_runner(device="cuda")
-
-
-def test_utilization_out_of_range_is_refused(make_runner: MakeRunner) -> None:
-    """A share of memory is in (0, 1]."""
-    runner = make_runner(kv_cache_memory_bytes=None, memory_utilization=1.5)
-    with pytest.raises(ConfigError, match=r"memory_utilization=1\.5"):
-        runner.determine_available_memory()
 
 
 def test_a_cache_for_another_model_is_refused(make_runner: MakeRunner) -> None:

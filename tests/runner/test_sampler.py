@@ -255,6 +255,7 @@ def _state() -> BatchState:
         max_num_seqs=4,
         max_model_len=64,
         block_size=4,
+        sliding_window=None,
         vocab_size=VOCAB_SIZE,
         device=torch.device("cpu"),
         seed=11,
@@ -290,5 +291,5 @@ def _sampling_of(
         block_ids=none,
         finished_rows=none,
     )
-    state.apply(output)
+    state.apply(output, num_blocks=2)
     return state.sampling(state.lay_out(output))

@@ -61,13 +61,23 @@ class ModelRunner(ABC):
         Plans without tokens are executed too when they carry connector work or finished rows.
 
         Raises:
-            ConfigError: the scheduler's pool has more blocks than this worker.
+            ConfigError: the scheduler's pool has more blocks than this worker, or the plan names
+                rows that it has not.
+            ExecutorError: the plan's columns do not fit each other, or the runner is not ready.
         """
 
     @abstractmethod
     def sample_tokens(self, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
         """Draw a token for every sampling row of the last `execute_model`, and return the step's
-        result with the connector's report."""
+        result with the connector's report.
+
+        A row that wrote keys or values of NaN or inf in the step has an error in its result, even
+        if it was not to draw: only then does nobody share what it wrote.
+
+        Raises:
+            ConfigError: the mask names rows that this worker has not.
+            ExecutorError: there is no plan to sample, or the mask's columns do not fit each other.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdcore.messages import NewRequestData, RowError, SchedulerOutput
 from pdcore.runner.attention.base import AttentionBatch
+from pdcore.runner.row_blocks import RowBlocks
 from pdcore.runner.sampler import SamplingBatch, derive_seed, uniform_draws
 from pdcore.runner.staging import send
 from pdcore.runner.step import StepInputs, StepLayout
@@ -33,6 +34,7 @@ class BatchState:
         max_num_seqs: number of rows.
         max_model_len: tokens of one row, at most.
         block_size: tokens in a block.
+        sliding_window: how many tokens back every layer sees, itself included; None means all.
         vocab_size: ids at or above it make their row fail.
         device: where the model runs.
         seed: what the seeds of requests without one are derived from.
@@ -44,6 +46,7 @@ class BatchState:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
+        sliding_window: int | None,
         vocab_size: int,
         device: torch.device,
         seed: int,
@@ -63,24 +66,42 @@ class BatchState:
         self._is_random = np.zeros(max_num_seqs, np.bool_)
         self._num_ordered = np.zeros(max_num_seqs, np.int64)
         self._has_min_p = np.zeros(max_num_seqs, np.bool_)
+        self._blocks = RowBlocks(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            sliding_window=sliding_window,
+        )
 
-        width = -(-max_model_len // block_size)
         # One row more than there are: nobody's, whose table names the null block alone.
         self.padding_row = max_num_seqs
         num_rows = max_num_seqs + 1
-        self.block_table = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+        self.max_num_blocks = self._blocks.width
+        self.block_table = torch.zeros(
+            (num_rows, self.max_num_blocks), dtype=torch.int32, device=device
+        )
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # temperature, top-p and min-p share a matrix, so that starting rows is one copy.
         self._filters = torch.zeros((max_num_seqs, 3), dtype=torch.float32, device=device)
         self._top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._all_greedy = SamplingBatch.all_greedy(device)
 
-    def apply(self, output: SchedulerOutput) -> None:
-        """Take in a plan's changes: rows given up, then rows started, then block tables."""
+    def apply(self, output: SchedulerOutput, *, num_blocks: int) -> None:
+        """Take in a plan's changes: rows given up, then rows started, then block tables.
+
+        Args:
+            output: the plan, whose columns fit.
+            num_blocks: how many blocks the KV cache has; rows that are told of others fail.
+        """
         self._drop(output.finished_rows)
         if output.scheduled_new_reqs:
-            self._start(output.scheduled_new_reqs)
+            self._start(output.scheduled_new_reqs, num_blocks)
         if output.block_rows.size:
+            faults = self._blocks.change(
+                output.block_rows, output.block_positions, output.block_ids, num_blocks
+            )
+            if faults:
+                self._faults = faults | self._faults
             rows, positions, blocks = self._send(
                 output.block_rows, output.block_positions, output.block_ids
             )
@@ -96,7 +117,6 @@ class BatchState:
         place = self._order(output, is_healthy)
         rows, num_scheduled = output.rows[place], output.num_scheduled_tokens[place]
         num_computed = output.num_computed_tokens[place]
-        self._num_tokens[output.rows[sampled]] += 1
         last_token = np.zeros(output.rows.size, np.int64)
         last_token[place] = np.cumsum(num_scheduled, dtype=np.int64) - 1
         end = output.num_computed_tokens + output.num_scheduled_tokens
@@ -195,8 +215,13 @@ class BatchState:
         )
 
     def remember(self, rows: Int32Array, token_ids: Tensor) -> None:
-        """Keep the tokens just drawn as the next inputs of their rows. Stays on the device."""
+        """Keep the tokens just drawn as the next inputs of their rows. They stay on the device."""
+        self._num_tokens[rows] += 1
         self.last_token.index_copy_(0, self._send(rows)[0], token_ids)
+
+    def epochs(self, rows: Int32Array) -> Int32Array:
+        """Which tenancy each row is in."""
+        return self._epochs[rows]
 
     def _drop(self, rows: Int32Array) -> None:
         self._epochs[rows] = _NO_EPOCH
@@ -204,11 +229,11 @@ class BatchState:
             self._known_tokens[row] = None
             self._faults.pop(row, None)
 
-    def _start(self, requests: Sequence[NewRequestData]) -> None:
+    def _start(self, requests: Sequence[NewRequestData], num_blocks: int) -> None:
         rows = np.array([request.row for request in requests], np.int32)
         tables = np.zeros((rows.size, self.block_table.shape[1]), np.int32)
         for index, request in enumerate(requests):
-            fault = self._fault_of(request)
+            fault = self._blocks.start(request, num_blocks) or self._fault_of(request)
             self._faults.pop(request.row, None)
             if fault is not None:
                 self._faults[request.row] = fault
@@ -246,11 +271,6 @@ class BatchState:
                 f"token ids span {ids.min()}..{ids.max()}, but the model's vocabulary is "
                 f"0..{self._vocab_size - 1}"
             )
-        if request.block_ids.size > self.block_table.shape[1]:
-            return (
-                f"{request.block_ids.size} blocks were given, but {self._max_model_len} tokens "
-                f"take at most {self.block_table.shape[1]}"
-            )
         return None
 
     def _find_errors(
@@ -262,7 +282,10 @@ class BatchState:
         is_known = self._epochs[rows] == output.epochs
         # Tokens that were drawn exist only on the device, and only the last of them is kept.
         is_fed = (end <= self._num_known[rows]) | ((first == num_tokens - 1) & (end == num_tokens))
-        is_healthy = is_known & is_fed & (end <= self._max_model_len)
+        # Without a sign, what is negative, or was too large, is beyond all that a row has.
+        stop = end.view(np.uint32)
+        is_healthy = is_known & is_fed & (first.view(np.uint32) < stop)
+        is_healthy &= stop <= self._blocks.num_slots[rows].view(np.uint32)
         for row in self._faults:
             is_healthy &= rows != row
         if is_healthy.all():
@@ -283,6 +306,13 @@ class BatchState:
             return self._faults[row]
         if end > self._max_model_len:
             return f"tokens up to {end} were scheduled, over the model length {self._max_model_len}"
+        if first < 0 or end <= first:
+            return f"{end - first} tokens from position {first} were scheduled: expected 1, from 0"
+        if end > self._blocks.num_slots[row]:
+            return (
+                f"tokens up to {end} were scheduled, but the row has blocks for "
+                f"{self._blocks.num_slots[row]}"
+            )
         return (
             f"tokens {first}..{end - 1} were scheduled, but the worker knows "
             f"{self._num_known[row]} and has drawn up to {self._num_tokens[row]}"

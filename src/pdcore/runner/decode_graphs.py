@@ -128,8 +128,8 @@ class DecodeGraphs:
             self._graphs[size] = _Graph(inputs=inputs, replay=replay)
 
     def fits(self, layout: StepLayout) -> bool:
-        """Whether a step can be run here: decodes alone, and not too many of them."""
-        return layout.is_all_decodes and layout.num_rows <= self._sizes[-1]
+        """Whether a step can be run here: decodes that draw alone, and not too many of them."""
+        return layout.is_all_draws and layout.num_rows <= self._sizes[-1]
 
     def run(self, layout: StepLayout) -> Tensor:
         """Run a step that `fits`. It does not wait for the device.

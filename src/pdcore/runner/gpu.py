@@ -12,26 +12,25 @@ from torch import Tensor
 
 from pdcore.checks import check_pool_serves
 from pdcore.connector.base import KVCaches, WorkerConnector
-from pdcore.errors import ConfigError, ExecutorError
+from pdcore.errors import ExecutorError
 from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
-from pdcore.messages import (
-    GrammarBitmask,
-    ModelRunnerOutput,
-    RowError,
-    SchedulerOutput,
-)
-from pdcore.runner.attention.base import AttentionBackend, AttentionShape
+from pdcore.messages import GrammarBitmask, ModelRunnerOutput, RowError, SchedulerOutput
+from pdcore.runner.attention.base import AttentionBackend
 from pdcore.runner.attention.registry import resolve_attention_backend
 from pdcore.runner.base import ModelRunner, poll_connector
 from pdcore.runner.batch import BatchState
 from pdcore.runner.decode_graphs import DecodeGraphs, choose_graph_sizes
 from pdcore.runner.device import DTYPES, choose_device, choose_dtype, on_device, on_own_device
-from pdcore.runner.drawing import draw
+from pdcore.runner.drawing import ExecutedStep, draw, find_broken_kv
 from pdcore.runner.graph_capture import CUDAGraphCapture, GraphCapture
 from pdcore.runner.kv_identity import kv_fingerprint, kv_layout
-from pdcore.runner.memory import available_memory, stand_in
+from pdcore.runner.memory import allocate_cache, available_memory, stand_in
+from pdcore.runner.models.llama import Attend
 from pdcore.runner.models.loader import load_model
 from pdcore.runner.models.rope import RotaryTable
+from pdcore.runner.plan_checks import check_mask, check_plan
+from pdcore.runner.settings import check_cache_config, check_model_serves, check_runner_settings
+from pdcore.runner.shapes import attention_shape, kv_cache_spec
 from pdcore.runner.step import StepInputs, StepLayout
 from pdcore.runner.trial import trial_plan
 from pdcore.scheduler.base import Limits
@@ -96,6 +95,17 @@ class GPUModelRunner(ModelRunner):
         cuda_graph_sizes: tuple[int, ...] | None = None,
         graph_capture: GraphCapture | None = None,
     ) -> None:
+        check_runner_settings(
+            model_path=model_path,
+            limits=limits,
+            connector=connector,
+            memory_utilization=memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            num_threads=num_threads,
+            seed=seed,
+            keep_logits=keep_logits,
+            graph_capture=graph_capture,
+        )
         self._device = choose_device(device)
         self._dtype_name = choose_dtype(dtype, self._device)
         backend = resolve_attention_backend(attention_backend, device=self._device.type)
@@ -119,11 +129,12 @@ class GPUModelRunner(ModelRunner):
             self._model = load_model(
                 model_path, device=self._device, dtype=DTYPES[self._dtype_name]
             )
-            self._check_limits()
-            self._spec = self._make_spec(block_size)
-            self._attention = backend(self._attention_shape(block_size))
+            self._config = config = self._model.config
+            check_model_serves(limits, config)
+            self._spec = kv_cache_spec(config, block_size=block_size, dtype=self._dtype_name)
+            self._attention = backend(attention_shape(config, self._spec, self._device))
             self._rotary = RotaryTable(
-                self._model.config.rope,
+                config.rope,
                 self._spec.head_dim,
                 num_positions=limits.max_model_len,
                 device=self._device,
@@ -131,9 +142,9 @@ class GPUModelRunner(ModelRunner):
             self._state = self._make_state()
         self._kv_cache: Tensor | None = None
         self._graphs: DecodeGraphs | None = None
-        self._step: StepLayout | None = None
-        self._step_logits: Tensor | None = None
-        self._is_executed = False
+        self._has_plan = self._is_closed = False
+        self._executed: ExecutedStep | None = None
+        self._errors: tuple[RowError, ...] = ()
         self.logits: Tensor | None = None
 
     @property
@@ -144,11 +155,12 @@ class GPUModelRunner(ModelRunner):
     @property
     def vocab_size(self) -> int:
         """Size of the model's vocabulary, for `Limits.vocab_size`."""
-        return self._model.config.vocab_size
+        return self._config.vocab_size
 
     @property
     def num_weight_bytes(self) -> int:
         """The bytes of weights that a decode step reads."""
+        self._check_open("num_weight_bytes")
         return self._model.num_weight_bytes
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
@@ -157,6 +169,7 @@ class GPUModelRunner(ModelRunner):
     @on_own_device
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
+        self._check_open("determine_available_memory")
         if self._kv_cache_memory_bytes is not None:
             return self._kv_cache_memory_bytes
         if self._kv_cache is not None:
@@ -170,12 +183,12 @@ class GPUModelRunner(ModelRunner):
 
     @on_own_device
     def initialize_from_config(self, config: KVCacheConfig) -> None:
+        self._check_open("initialize_from_config")
+        if self._kv_cache is not None:
+            raise ExecutorError("initialize_from_config was called before: a cache is made once")
+        check_cache_config(config, self._spec)
         # Not in inference mode: connectors write to the cache from threads of their own, and torch
         # lets nobody outside inference mode write to a tensor that was made inside.
-        if config.spec != self._spec:
-            raise ConfigError(
-                f"the KV cache was configured for {config.spec}, but the model needs {self._spec}"
-            )
         self._kv_cache = self._allocate(config.num_blocks)
         self._attention.bind(self._kv_cache)
         self._capture_graphs()
@@ -192,13 +205,21 @@ class GPUModelRunner(ModelRunner):
     @property
     def fingerprint(self) -> str:
         """Describes the KV: model, weights, element type and layout."""
+        self._check_open("fingerprint")
         return kv_fingerprint(self._model, self._spec)
 
     @on_own_device
     @torch.inference_mode()
     def execute_model(self, output: SchedulerOutput) -> None:
+        self._check_open("execute_model")
         if self._kv_cache is None:
             raise ExecutorError("execute_model was called before initialize_from_config")
+        self._forget_step()
+        check_plan(
+            output,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_num_blocks=self._state.max_num_blocks,
+        )
         check_pool_serves(
             output.num_pool_blocks,
             output.pool_block_size,
@@ -211,28 +232,28 @@ class GPUModelRunner(ModelRunner):
                 torch.cuda.current_stream(self._device).synchronize()
             self._connector.start_save_kv(output.connector_meta)
             self._connector.start_load_kv(output.connector_meta)
-        self._run(output)
+        self._run(output, num_blocks=len(self._kv_cache))
         if self._connector is not None:
             self._connector.wait_for_save()
-        self._is_executed = True
+        self._has_plan = True
 
     @on_own_device
     @torch.inference_mode()
     def sample_tokens(self, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
-        if not self._is_executed:
+        self._check_open("sample_tokens")
+        if not self._has_plan:
             raise ExecutorError("sample_tokens was called without an execute_model before it")
-        self._is_executed = False
-        step, logits = self._step, self._step_logits
-        self._step = self._step_logits = None
+        step, errors = self._executed, self._errors
+        self._forget_step()
+        check_mask(bitmask, max_num_seqs=self._limits.max_num_seqs)
         rows = epochs = tokens = _NOTHING
-        errors: tuple[RowError, ...] = () if step is None else step.errors
-        if step is not None and logits is not None:
+        if step is not None:
             # A copy: the next replay overwrites them, and a mask does here.
-            kept = logits.clone() if self._keep_logits else None
-            drawn = draw(self._state, step, logits, bitmask)
+            kept = step.logits.clone() if self._keep_logits else None
+            drawn = draw(self._state, step, bitmask)
             rows, epochs, tokens = drawn.rows, drawn.epochs, drawn.token_ids
             errors += drawn.errors
-            if kept is not None:
+            if kept is not None and len(kept):
                 self.logits = kept[torch.from_numpy(drawn.has_drawn)] if drawn.errors else kept
         return ModelRunnerOutput(
             rows=rows,
@@ -244,48 +265,58 @@ class GPUModelRunner(ModelRunner):
 
     @on_own_device
     def close(self) -> None:
+        self._is_closed = True
         connector, self._connector = self._connector, None
         if connector is not None:
             connector.close()
-        for name in (
-            "_graphs",
-            "_kv_cache",
-            "_attention",
-            "_model",
-            "_state",
-            "_step",
-            "_step_logits",
-        ):
+        for name in ("_graphs", "_kv_cache", "_attention", "_model", "_state", "_executed"):
             self.__dict__[name] = None
         self.logits = None
 
-    def _run(self, output: SchedulerOutput) -> None:
-        self._state.apply(output)
-        self._step = self._step_logits = None
+    def _check_open(self, call: str) -> None:
+        if self._is_closed:
+            raise ExecutorError(f"{call} was called after close(): build a new runner")
+
+    def _forget_step(self) -> None:
+        self._has_plan, self._executed, self._errors = False, None, ()
+
+    def _run(self, output: SchedulerOutput, *, num_blocks: int) -> None:
+        self._state.apply(output, num_blocks=num_blocks)
         if not output.rows.size:
             return
-        self._step = step = self._state.lay_out(output)
-        if not step.num_rows:
-            return
-        if self._graphs is not None and self._graphs.fits(step):
-            logits = self._graphs.run(step)
-        else:
-            hidden = self._compute_hidden(self._state.inputs(step))
-            logits = self._model.compute_logits(hidden)
-        self._step_logits = logits if step.sample_rows.size else None
+        layout = self._state.lay_out(output)
+        self._errors = layout.errors
+        if layout.num_rows:
+            self._executed = self._compute(layout)
 
-    def _compute_hidden(self, inputs: StepInputs) -> Tensor:
+    def _compute(self, layout: StepLayout) -> ExecutedStep:
+        if self._graphs is not None and self._graphs.fits(layout):
+            return ExecutedStep(layout=layout, logits=self._graphs.run(layout), has_broken_kv=None)
+        has_broken_kv: Tensor | None = None
+
+        def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+            nonlocal has_broken_kv
+            if layer == self._spec.num_layers - 1:
+                has_broken_kv = find_broken_kv(key_value.to(self._model.dtype))
+            return self._attend(layer, query, key_value)
+
+        inputs = self._state.inputs(layout)
+        hidden = self._compute_hidden(inputs, self._attend if layout.is_all_draws else attend)
+        logits = self._model.compute_logits(hidden)
+        return ExecutedStep(layout=layout, logits=logits, has_broken_kv=has_broken_kv)
+
+    def _compute_hidden(self, inputs: StepInputs, attend: Attend) -> Tensor:
         self._attention.plan(inputs.attention)
         return self._model.forward(
             inputs.token_ids,
             inputs.positions,
             rotary=self._rotary,
-            attend=self._attend,
+            attend=attend,
             wanted=inputs.sample_tokens,
         )
 
     def _compute_logits(self, inputs: StepInputs, logits: Tensor) -> None:
-        self._model.compute_logits(self._compute_hidden(inputs), out=logits)
+        self._model.compute_logits(self._compute_hidden(inputs, self._attend), out=logits)
 
     def _attend(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         if self._connector is None:
@@ -302,10 +333,11 @@ class GPUModelRunner(ModelRunner):
         num_rows = min(num_rows, limits.max_num_seqs)
         length = min(limits.max_num_batched_tokens, limits.max_model_len)
         num_blocks = -(-length // self._spec.block_size)
-        self._attention.bind(self._allocate(num_blocks + 1))
+        num_blocks += 1  # the null block
+        self._attention.bind(self._allocate(num_blocks))
         graphs = self._make_graphs()
         graph_memory = None if graphs is None else stand_in(self._device, graphs.run_largest)
-        self._run(trial_plan(num_rows, length, num_blocks))
+        self._run(trial_plan(num_rows, length, num_blocks - 1), num_blocks=num_blocks)
         hidden = torch.zeros(
             (limits.max_num_seqs, self._model.config.hidden_size),
             dtype=self._model.activation_dtype,
@@ -313,7 +345,7 @@ class GPUModelRunner(ModelRunner):
         )
         self._model.compute_logits(hidden)
         del graphs, graph_memory  # until here they took their share
-        self._step = self._step_logits = None
+        self._forget_step()
         self._state = self._make_state()
 
     @torch.no_grad()  # what torch keeps for graphs must be of use to others outside inference mode
@@ -340,52 +372,15 @@ class GPUModelRunner(ModelRunner):
         )
 
     def _allocate(self, num_blocks: int) -> Tensor:
-        size = (num_blocks, *self._spec.block_shape)
-        try:
-            return torch.zeros(size, dtype=self._model.dtype, device=self._device)
-        except RuntimeError as error:  # torch has no narrower one on a CPU
-            raise ConfigError(
-                f"{num_blocks} blocks of {self._spec.bytes_per_block} bytes cannot be allocated on "
-                f"{self._device} ({error}). Give the KV cache less memory."
-            ) from error
-
-    def _check_limits(self) -> None:
-        longest = self._model.config.max_position_embeddings
-        if self._limits.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len={self._limits.max_model_len} is over the {longest} positions that "
-                "the model was trained for. Lower it."
-            )
-
-    def _make_spec(self, block_size: int) -> KVCacheSpec:
-        config = self._model.config
-        return KVCacheSpec(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            dtype=self._dtype_name,
-            sliding_window=config.sliding_window,
-        )
-
-    def _attention_shape(self, block_size: int) -> AttentionShape:
-        config = self._model.config
-        return AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            dtype=self._dtype_name,
-            device=self._device.type,
-            windows=config.windows,
-        )
+        return allocate_cache(num_blocks, self._spec, self._device, DTYPES[self._dtype_name])
 
     def _make_state(self) -> BatchState:
         return BatchState(
             max_num_seqs=self._limits.max_num_seqs,
             max_model_len=self._limits.max_model_len,
             block_size=self._spec.block_size,
-            vocab_size=self._model.config.vocab_size,
+            sliding_window=self._spec.sliding_window,
+            vocab_size=self.vocab_size,
             device=self._device,
             seed=self._seed,
         )

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from pdcore.errors import ConfigError
+from pdcore.kvcache.spec import KVCacheSpec
 
-__all__ = ["DEFAULT_UTILIZATION", "available_memory", "stand_in"]
+__all__ = ["DEFAULT_UTILIZATION", "allocate_cache", "available_memory", "stand_in"]
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
 """Of a CUDA device's whole memory, which a worker has to itself; of a host's free memory, which it
@@ -23,17 +24,15 @@ def available_memory(
 
     Args:
         device: where the cache will live.
-        utilization: which share may be used in all; None takes `DEFAULT_UTILIZATION`.
+        utilization: which share may be used in all, in (0, 1]; None takes `DEFAULT_UTILIZATION`.
         trial: runs the largest step once. On CUDA its peak is measured and taken off; on a CPU the
             free memory is read after it, when the allocator has grown to what the step needs.
 
     Raises:
-        ConfigError: ``utilization`` is not in (0, 1], or nothing is left.
+        ConfigError: nothing is left.
     """
     if utilization is None:
         utilization = DEFAULT_UTILIZATION[device.type]
-    if not 0 < utilization <= 1:
-        raise ConfigError(f"memory_utilization={utilization}: must be more than 0 and at most 1")
     if device.type == "cuda":
         num_bytes = _available_on_cuda(device, utilization, trial)
     else:
@@ -45,6 +44,23 @@ def available_memory(
             f"memory_utilization={utilization}. Raise it, or lower max_num_batched_tokens."
         )
     return num_bytes
+
+
+def allocate_cache(
+    num_blocks: int, spec: KVCacheSpec, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Make a KV cache of zeros, (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim).
+
+    Raises:
+        ConfigError: there is not so much memory.
+    """
+    try:
+        return torch.zeros((num_blocks, *spec.block_shape), dtype=dtype, device=device)
+    except RuntimeError as error:  # torch has no narrower one on a CPU
+        raise ConfigError(
+            f"{num_blocks} blocks of {spec.bytes_per_block} bytes cannot be allocated on "
+            f"{device} ({error}). Give the KV cache less memory."
+        ) from error
 
 
 def stand_in(device: torch.device, run: Callable[[], None]) -> torch.Tensor:

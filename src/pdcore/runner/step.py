@@ -48,9 +48,9 @@ class StepLayout:
         return self.rows.size
 
     @property
-    def is_all_decodes(self) -> bool:
-        """Whether there is a row, and no row has more than one token."""
-        return 0 < self.num_decodes == self.rows.size
+    def is_all_draws(self) -> bool:
+        """Whether there is a row, and every row draws from the one token that it has."""
+        return 0 < self.num_decodes == self.rows.size == self.sample_rows.size
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 from pdcore.errors import ConfigError, MissingExtra
 from pdcore.runner.attention.base import AttentionBackend
@@ -30,11 +31,12 @@ def resolve_attention_backend(
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
+        ConfigError: the name is unknown, and the message lists the known ones; or a class is no
+            backend.
         MissingExtra: the backend needs a package that is not installed.
     """
     if isinstance(choice, type):
-        return choice
+        return _check_backend(choice)
     name = choice or ("triton" if device == "cuda" else "torch")
     if name in _BUILT_IN:
         return _load_built_in(name)
@@ -42,7 +44,14 @@ def resolve_attention_backend(
     if name not in offered:
         known = ", ".join(sorted({*_BUILT_IN, *offered}))
         raise ConfigError(f"attention backend {name!r} is unknown; known are {known}")
-    found: type[AttentionBackend] = offered[name].load()
+    return _check_backend(offered[name].load())
+
+
+def _check_backend(found: Any) -> type[AttentionBackend]:
+    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        raise ConfigError(
+            f"attention_backend={found!r:.80}: pass a name, or a subclass of AttentionBackend"
+        )
     return found
 
 
