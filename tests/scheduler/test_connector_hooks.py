@@ -11,7 +11,14 @@ import pytest
 from scheduler_rig import Rig
 
 from pdcore import FinishReason, Request
-from pdcore.connector.base import ConnectorEvents, ExternalMatch, HandOver, KVLoad
+from pdcore.connector.base import (
+    ConnectorEvents,
+    ExternalMatch,
+    HandOver,
+    KVLoad,
+    SchedulerConnector,
+)
+from pdcore.connector.multi.scheduler_side import MultiSchedulerConnector
 from pdcore.connector.null import NullSchedulerConnector
 from pdcore.connector.stats import ConnectorStats
 from pdcore.messages import LoadFailure, TransferKey, TransferReport
@@ -275,6 +282,36 @@ def test_a_failure_that_vouches_for_nonsense_vouches_for_nothing(num_valid_token
     connector.update_connector_output(TransferReport(failed=(failure,)))
     assert rig.ends() == {"remote": FinishReason.LENGTH}
     assert not rig.scheduler.stats().num_quarantined_blocks
+
+
+@pytest.mark.parametrize("as_reports", [1, 2])
+@pytest.mark.parametrize("part_of_multi", [False, True])
+def test_a_load_that_failed_is_not_complete_whatever_else_is_said(
+    part_of_multi: bool, as_reports: int
+) -> None:
+    """A worker's report that comes twice may be believed once; what nobody vouched for is not read.
+
+    The fake runner would find that the blocks were never written.
+    """
+    connector = Loads()
+    half: SchedulerConnector = connector
+    if part_of_multi:
+        half = MultiSchedulerConnector({"only": connector})
+    rig = Rig(connector=half, limits={"max_load_retries": 0})
+    rig.add("remote", num_tokens=16)
+    rig.driver.step()
+    (transfer,) = connector.transfers
+    failure = LoadFailure(transfer=transfer, num_valid_tokens=0, cause="nobody vouches for it")
+    reports = [TransferReport(finished_recving=(transfer,)), TransferReport(failed=(failure,))]
+    if as_reports == 1:
+        reports = [TransferReport(finished_recving=(transfer,), failed=(failure,))]
+    for report in reports:
+        connector.update_connector_output(report)
+    assert rig.ends() == {"remote": FinishReason.LENGTH}
+    got = rig.driver.delivered["remote"]
+    assert got.token_ids == rig.runner.solo_tokens(got.request)
+    assert got.end is not None
+    assert got.end.num_external_tokens == 0
 
 
 @pytest.mark.parametrize(

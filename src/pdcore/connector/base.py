@@ -256,7 +256,8 @@ class SchedulerConnector(ABC):
     def take_events(self) -> ConnectorEvents:
         """Return what happened since the last call. Called at the start of every `schedule`.
 
-        Events may be late, repeated or about unknown transfers: the scheduler counts those.
+        Events may be late, repeated or about unknown transfers: the scheduler counts those. A load
+        that is told to have failed and to be complete at once has failed.
         """
         reports, self._reports = self._reports, []
         return ConnectorEvents(

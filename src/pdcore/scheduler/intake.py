@@ -61,10 +61,12 @@ class Intake:
             else:
                 core.touch()
                 core.manager.pool.release_hold(hold)
-        for transfer in events.finished_recving:
-            self._loaded(transfer)
+        # First, since a load that is told to be complete as well is not: a worker's report may come
+        # twice, and the second time be taken for one that nobody has to vouch for.
         for failure in events.failed:
             self._load_failed(failure)
+        for transfer in events.finished_recving:
+            self._loaded(transfer)
 
     def _loaded(self, transfer: TransferKey) -> None:
         """A load is complete: its blocks can be shared, and its request can go on."""

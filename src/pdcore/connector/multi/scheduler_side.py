@@ -265,12 +265,13 @@ class MultiSchedulerConnector(SchedulerConnector):
         for name, half in self._halves.items():
             events = ask(name, half.take_events, otherwise=_NO_EVENTS, check=are_events)
             sent += self._take_sent(name, events)
-            for transfer in events.finished_recving:
-                if self._take_end(name, transfer):
-                    finished.append(transfer)
+            # First: a load that is told to be complete as well is not.
             for failure in events.failed:
                 if self._take_end(name, failure.transfer, has_failed=True):
                     failed.append(failure)
+            for transfer in events.finished_recving:
+                if self._take_end(name, transfer):
+                    finished.append(transfer)
         return ConnectorEvents(
             finished_sending=tuple(sent), finished_recving=tuple(finished), failed=tuple(failed)
         )
