@@ -163,7 +163,7 @@ class PrefixHasher:
         return _as_keys(sums)
 
     def _digests(self, blocks: TokenIds | Lanes) -> Lanes:
-        digests: Lanes = np.dot(blocks.astype(np.uint64, copy=False), self._multipliers)
+        digests: Lanes = blocks.astype(np.uint64, copy=False) @ self._multipliers
         digests += self._offset
         digests >>= _HALF
         return digests
