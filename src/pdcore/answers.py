@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 
 from pdcore.errors import TransferError
+from pdcore.shown import shown
 
 __all__ = [
     "check_answer",
@@ -34,13 +35,13 @@ _NUMBERS = (int, float, np.integer, np.floating)
 def check_answer(answer: object, kind: type, *, may_be_none: bool = False) -> None:
     """Raise `TransferError` unless a hook answered with an instance of ``kind``."""
     if not (isinstance(answer, kind) or (may_be_none and answer is None)):
-        raise TransferError(f"it returned {answer!r:.80}, which is no {kind.__name__}")
+        raise TransferError(f"it returned {shown(answer)}, which is no {kind.__name__}")
 
 
 def check_time(answer: object) -> None:
     """Raise `TransferError` unless a hook answered with a time, or None."""
     if not (answer is None or is_number(answer)):
-        raise TransferError(f"it returned {answer!r:.80}, which is no time")
+        raise TransferError(f"it returned {shown(answer)}, which is no time")
 
 
 def must_be(what: str, is_right: Callable[[Any], bool]) -> Validator:
@@ -49,17 +50,16 @@ def must_be(what: str, is_right: Callable[[Any], bool]) -> Validator:
     def check(message: Any, field: attrs.Attribute[Any], value: Any) -> None:
         if not is_right(value):
             raise TransferError(
-                f"{type(message).__name__}({field.name}={value!r:.80}): must be {what}"
+                f"{type(message).__name__}({field.name}={shown(value)}): must be {what}"
             )
 
     return check
 
 
 def must_be_tuple(what: str, is_right: Callable[[Any], bool]) -> Validator:
-    """A validator for tuples, or lists, of one kind of thing."""
+    """A validator for tuples of one kind of thing."""
     return must_be(
-        f"a tuple of {what}",
-        lambda value: isinstance(value, tuple | list) and all(map(is_right, value)),
+        f"a tuple of {what}", lambda value: isinstance(value, tuple) and all(map(is_right, value))
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pdcore.errors import ConfigError
+from pdcore.shown import shown
 
 __all__ = [
     "check_all_ranks",
@@ -35,7 +36,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise `ConfigError` unless ``value`` is one of some strings."""
     known = sorted(choices)
     if not (isinstance(value, str) and value in known):
-        raise ConfigError(f"{name}={value!r:.80}: must be one of {', '.join(map(repr, known))}")
+        raise ConfigError(f"{name}={shown(value)}: must be one of {', '.join(map(repr, known))}")
 
 
 def check_count(name: str, value: Any, *, at_least: int = 1) -> None:
@@ -46,19 +47,19 @@ def check_count(name: str, value: Any, *, at_least: int = 1) -> None:
     except TypeError:
         is_count = False
     if not is_count:
-        raise ConfigError(f"{name}={value!r:.80}: must be an integer, at least {at_least}")
+        raise ConfigError(f"{name}={shown(value)}: must be an integer, at least {at_least}")
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r:.80}: must be True or False")
+        raise ConfigError(f"{name}={shown(value)}: must be True or False")
 
 
 def check_positive(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number above 0."""
     if not 0 < _as_float(value) < math.inf:
-        raise ConfigError(f"{name}={value!r:.80}: must be a finite number above 0")
+        raise ConfigError(f"{name}={shown(value)}: must be a finite number above 0")
 
 
 def check_pool_fits(num_pool_blocks: int, num_blocks: int, *, where: str) -> None:
@@ -105,26 +106,27 @@ def check_line(name: str, value: Any, *, may_be_empty: bool = False) -> None:
     if not is_line or not (value or may_be_empty):
         least = 0 if may_be_empty else 1
         raise ConfigError(
-            f"{name}={value!r:.80}: must be a string of {least} to {_MAX_LINE} printable characters"
+            f"{name}={shown(value)}: must be a string of {least} to {_MAX_LINE} printable "
+            "characters"
         )
 
 
 def check_not_negative(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a finite number, 0 or above."""
     if not 0 <= _as_float(value) < math.inf:
-        raise ConfigError(f"{name}={value!r:.80}: must be a finite number, 0 or above")
+        raise ConfigError(f"{name}={shown(value)}: must be a finite number, 0 or above")
 
 
 def check_part(name: str, part: Any, kind: type) -> None:
     """Raise `ConfigError` unless ``part`` is an instance of ``kind``, not that class itself."""
     if not isinstance(part, kind):
-        raise ConfigError(f"{name}={part!r:.80}: pass an instance of {kind.__name__}")
+        raise ConfigError(f"{name}={shown(part)}: pass an instance of {kind.__name__}")
 
 
 def check_share(name: str, value: Any) -> None:
     """Raise `ConfigError` unless ``value`` is a number from 0 to 1."""
     if not 0 <= _as_float(value) <= 1:
-        raise ConfigError(f"{name}={value!r:.80}: must be between 0 and 1")
+        raise ConfigError(f"{name}={shown(value)}: must be between 0 and 1")
 
 
 def _as_float(value: Any) -> float:

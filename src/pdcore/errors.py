@@ -9,7 +9,7 @@
     │   └── MissingExtra (ImportError)  an optional dependency is not installed
     ├── RequestError
     │   ├── InvalidRequest (ValueError) the request can never be served as it stands
-    │   └── DuplicateRequest            the id belongs to an unfinished request
+    │   └── DuplicateRequest            the id's last request has not ended, or nobody was told yet
     ├── BlockError
     │   ├── OutOfBlocks                 fewer blocks are free than were asked for
     │   └── BlockMisuse                 a block was released, retained or published wrongly
@@ -17,7 +17,7 @@
     │   ├── IllegalTransition           a request was moved between states that are not connected
     │   ├── OutputMismatch              a result does not answer its plan
     │   ├── OutputOrder                 results came back, or were given up, out of order
-    │   ├── ReentrantCall               a hook called the scheduler that was making a plan
+    │   ├── ReentrantCall               a hook called the scheduler that waits for its answer
     │   └── SchedulerStalled            work exists, waits on nothing, and no step can advance it
     ├── InvariantBroken                 check() found state that must not exist
     ├── ExecutorError
@@ -109,7 +109,8 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class DuplicateRequest(RequestError):
-    """Raised when a request is added under the id of an unfinished one."""
+    """Raised when a request is added under the id of one that has not ended, or whose end was not
+    delivered yet."""
 
 
 class BlockError(PdcoreError):
@@ -157,7 +158,7 @@ class OutputMismatch(SchedulerError):
 
 
 class ReentrantCall(SchedulerError):
-    """A hook called the scheduler that was making a plan with it."""
+    """Raised when a hook calls back into the scheduler that waits for its answer."""
 
 
 class SchedulerStalled(SchedulerError):

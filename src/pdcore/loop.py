@@ -77,6 +77,7 @@ def step(
             again with the next step, unless the executor is dead.
         ConfigError: ``executor`` is of another kind, a model runner say; nothing was planned.
     """
+    check_part("scheduler", scheduler, Scheduler)
     check_part("executor", executor, Executor)
     _take_back(scheduler, None)
     plan: _UnderWay | None = None

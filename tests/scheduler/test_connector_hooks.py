@@ -284,6 +284,16 @@ def test_a_failure_that_vouches_for_nonsense_vouches_for_nothing(num_valid_token
     assert not rig.scheduler.stats().num_quarantined_blocks
 
 
+@pytest.mark.parametrize("method", ["request_finished", "take_events", "update_connector_output"])
+def test_a_connector_that_calls_the_scheduler_stops_nothing(method: str) -> None:
+    """It is told so, and both requests get all their tokens."""
+    rig = Rig(connector=Loads(method, lambda: rig.scheduler.abort_requests(["b"])))
+    for name in ("a", "b"):
+        rig.add(name)
+    assert rig.ends() == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+    rig.scheduler.check()
+
+
 @pytest.mark.parametrize("as_reports", [1, 2])
 @pytest.mark.parametrize("part_of_multi", [False, True])
 def test_a_load_that_failed_is_not_complete_whatever_else_is_said(

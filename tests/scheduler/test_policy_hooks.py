@@ -76,9 +76,12 @@ def test_a_key_that_raises_or_cannot_be_compared_refuses_its_request() -> None:
     with pytest.raises(InvalidRequest, match="cannot be compared"):
         rig.add("text", metadata="x")
     assert rig.ends()["number"] is FinishReason.LENGTH
-    # Nor once the queue is empty: the next number would find it there.
-    with pytest.raises(InvalidRequest, match="cannot be compared"):
-        rig.add("text", metadata="x")
+    # What was refused, and who has left, decide nothing for those who come then.
+    with pytest.raises(InvalidRequest, match="NaN has no place"):
+        rig.add("first", metadata=((math.nan,), "x"))
+    rig.add("text", metadata="x")
+    rig.driver.abort(["text"])
+    rig.add("number again", metadata=2)
 
 
 @pytest.mark.parametrize("key", [math.nan, np.float32("nan"), (1, math.nan)])
@@ -203,19 +206,28 @@ def test_admit_decides_who_waits_and_whether_others_may_pass(verdict: Admission)
 def test_who_is_skipped_holds_up_nobody_when_all_rows_are_taken() -> None:
     """The next one may still take a row from somebody."""
 
+    asked: list[str] = []
+
     class Gate(Priority):
         def admit(self, request: Request, context: Any) -> Admission:
-            return Admission.SKIP if request.request_id == "gated" else Admission.ADMIT
+            is_gated = request.request_id.startswith("gated")
+            return Admission.SKIP if is_gated else Admission.ADMIT
+
+        def displace(self, request: Request, running: RunningView) -> int | None:
+            asked.append(request.request_id)
+            return super().displace(request, running)
 
     rig = Rig(policy=Gate(displace=True), limits={"max_num_seqs": 1})
     rig.add("low", priority=9, max_tokens=40)
     rig.driver.step()
-    rig.add("gated", priority=0)
+    for index in range(20):
+        rig.add(f"gated {index}", priority=0)
     rig.add("urgent", priority=1)
     rig.driver.step()
+    assert asked == ["urgent"]
     assert rig.scheduler.status("urgent") is RequestStatus.RUNNING
     assert rig.scheduler.status("low") is RequestStatus.PREEMPTED
-    assert rig.scheduler.explain("gated").code is SkipCode.POLICY
+    assert rig.scheduler.explain("gated 0").code is SkipCode.POLICY
 
 
 def test_a_hook_that_calls_the_scheduler_costs_its_request_alone() -> None:

@@ -101,12 +101,17 @@ def test_what_several_plans_share_cannot_be_written_to() -> None:
 
 def test_an_id_is_free_again_once_its_end_was_delivered() -> None:
     """Before, the end of the former request would seem to be that of the next."""
-    rig = Rig()
+    told: list[Request] = []
+    connector = NullSchedulerConnector()
+    connector.request_refused = told.append  # type: ignore[method-assign]
+    rig = Rig(connector=connector)
     rig.add("r", 5)
     rig.driver.step()
     rig.driver.abort(["r"])
     with pytest.raises(DuplicateRequest, match="was not delivered yet"):
-        rig.scheduler.add_request(Request("r", [1, 2]))
+        rig.scheduler.add_request(Request("r", [1, 2], kv_transfer_params={"a": 1}))
+    # It comes again, so nobody gives its ticket back.
+    assert not told
     rig.driver.step()
     assert rig.driver.delivered["r"].finish_reason is FinishReason.ABORT
     rig.add("r", 6)

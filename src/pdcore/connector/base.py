@@ -128,7 +128,7 @@ class HandOver:
     kv_transfer_params: dict[str, Any] | None = attrs.field(
         default=None,
         validator=must_be(
-            "a dict or None", lambda params: params is None or isinstance(params, Mapping)
+            "a dict or None", lambda params: params is None or isinstance(params, dict)
         ),
     )
 
@@ -217,8 +217,11 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def undo_alloc(self, request: Request, load: KVLoad) -> None:
-        """The step that would have started the load was abandoned before it reached a worker. If
-        this raises, `cancel` is called, since the load may still be about to begin."""
+        """The step that would have started the load was abandoned before it reached a worker.
+
+        Its blocks are others' from now on. If this raises, its request ends and `cancel` is called;
+        a connector that lets the load begin all the same writes into them.
+        """
 
     @abstractmethod
     def build_connector_meta(self, output: SchedulerOutput) -> Any:

@@ -71,8 +71,8 @@ class ModelRunner(ABC):
         """Draw a token for every sampling row of the last `execute_model`, and return the step's
         result with the connector's report.
 
-        A row that wrote keys or values of NaN or inf in the step has an error in its result, even
-        if it was not to draw: only then does nobody share what it wrote.
+        A row whose logits hold NaN or inf, or, where it was not to draw, its keys or values in the
+        last layer, has an error in its result: only then does nobody share what it wrote.
 
         Raises:
             ConfigError: the mask names rows that this worker has not.

@@ -59,7 +59,8 @@ class DrawnTokens:
 def find_broken_kv(key_value: Tensor) -> Tensor:
     """Which tokens have keys or values of NaN or inf.
 
-    What becomes NaN or inf in a layer stays so in those above: the last one tells for all.
+    A hidden state that becomes NaN in a layer stays so in those above, so the last one tells for
+    all. (An inf that attention gives no weight to is not found.)
 
     Args:
         key_value: (num_tokens, 2, num_kv_heads, head_dim).

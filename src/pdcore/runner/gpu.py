@@ -15,6 +15,11 @@ from pdcore.connector.base import KVCaches, WorkerConnector
 from pdcore.errors import ExecutorError
 from pdcore.kvcache.spec import KVCacheConfig, KVCacheSpec
 from pdcore.messages import GrammarBitmask, ModelRunnerOutput, RowError, SchedulerOutput
+from pdcore.runner.argument_checks import (
+    check_cache_config,
+    check_model_serves,
+    check_runner_settings,
+)
 from pdcore.runner.attention.base import AttentionBackend
 from pdcore.runner.attention.registry import resolve_attention_backend
 from pdcore.runner.base import ModelRunner, poll_connector
@@ -29,7 +34,6 @@ from pdcore.runner.models.llama import Attend
 from pdcore.runner.models.loader import load_model
 from pdcore.runner.models.rope import RotaryTable
 from pdcore.runner.plan_checks import check_mask, check_plan
-from pdcore.runner.settings import check_cache_config, check_model_serves, check_runner_settings
 from pdcore.runner.shapes import attention_shape, kv_cache_spec
 from pdcore.runner.step import StepInputs, StepLayout
 from pdcore.runner.trial import trial_plan

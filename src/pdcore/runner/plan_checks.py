@@ -53,7 +53,7 @@ def check_plan(output: SchedulerOutput, *, max_num_seqs: int, max_num_blocks: in
         _check_rows(what, output.finished_rows, max_num_seqs)
     for request in output.scheduled_new_reqs:
         ids = (request.token_ids, request.block_ids)
-        if any(column.ndim != 1 or column.dtype != _INT32 for column in ids):
+        if any(not isinstance(it, np.ndarray) or it.ndim != 1 or it.dtype != _INT32 for it in ids):
             raise _misfits(f"{what}, where it starts row {request.row},", _NEW_COLUMNS, ids)
         if not 0 <= request.row < max_num_seqs:
             raise _no_row(what, request.row, max_num_seqs)

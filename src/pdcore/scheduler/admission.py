@@ -105,8 +105,14 @@ class AdmissionPass:
 
         With `_NO_ROW` nobody behind it is looked at either: it has no other claim on a row.
         """
-        if not self._rules.may_displace:
+        rules = self._rules
+        if not rules.may_displace:
             return _NO_ROW
+        # First, since it costs less than to ask whose row it may have, and many may be skipped.
+        if rules.has_admit_hook:
+            refusal = rules.ask_admit(state, plan, self._starting, num_leaving=1)
+            if refusal is not None:
+                return refusal
         self._starting.run()
         skip = self._displace(state, plan)
         self._num_free_rows = self._core.table.num_free_rows
@@ -133,10 +139,9 @@ class AdmissionPass:
             return fail_later(core, state, "displace", error)
         if row is None:
             return _NO_ROW
-        if rules.may_refuse:
-            refusal = rules.find_refusal(state, plan, self._starting, without=row)
-            if refusal is not None:
-                return refusal
+        refusal = rules.find_adapter_refusal(state, self._starting, without=row)
+        if refusal is not None:
+            return refusal
         if row in plan.admitted_rows or self._is_shared_in(row, plan):
             return _NO_ROW
         kept = plan.rows != row

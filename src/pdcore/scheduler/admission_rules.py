@@ -29,6 +29,7 @@ class AdmissionRules:
 
     Attributes:
         may_refuse: whether `find_refusal` may have something against anybody.
+        has_admit_hook: whether `ask_admit` may.
         may_cap: whether `cap` may answer less than it was asked about.
         may_cap_loads: the same of `cap_load`.
         may_displace: whether `choose_victim` may choose somebody.
@@ -37,9 +38,9 @@ class AdmissionRules:
     def __init__(self, core: Core) -> None:
         self._core = core
         policy, limits = type(core.policy), core.limits
-        self._has_admit_hook = policy.admit is not SchedulingPolicy.admit
+        self.has_admit_hook = policy.admit is not SchedulingPolicy.admit
         self._has_chunk_hook = policy.chunk is not SchedulingPolicy.chunk
-        self.may_refuse = self._has_admit_hook or limits.max_loras is not None
+        self.may_refuse = self.has_admit_hook or limits.max_loras is not None
         self.may_cap = (
             self._has_chunk_hook
             or limits.long_prefill_token_threshold > 0
@@ -75,6 +76,15 @@ class AdmissionRules:
             starting: what was admitted and has no row yet.
             without: a row that the request would take, or -1.
         """
+        refusal = self.find_adapter_refusal(state, starting, without=without)
+        if refusal is None and self.has_admit_hook:
+            refusal = self.ask_admit(state, plan, starting, num_leaving=int(without >= 0))
+        return refusal
+
+    def find_adapter_refusal(
+        self, state: RequestState, starting: Starting, *, without: int = -1
+    ) -> Skip | None:
+        """Why a request would be one adapter too many, or None."""
         core, limits = self._core, self._core.limits
         lora = state.request.lora
         if limits.max_loras is not None and lora is not None:
@@ -90,11 +100,19 @@ class AdmissionRules:
                     available=0,
                     waits_on=f"{sorted(active, key=str)}",
                 )
-        if not self._has_admit_hook:
-            return None
+        return None
+
+    def ask_admit(
+        self, state: RequestState, plan: Plan, starting: Starting, *, num_leaving: int
+    ) -> Skip | None:
+        """Why the policy does not let a request in, or None.
+
+        ``num_leaving`` running requests would give way to it.
+        """
+        core = self._core
         context = AdmissionContext(
             now=plan.now,
-            num_running=len(core.table) + len(starting) - (without >= 0),
+            num_running=len(core.table) + len(starting) - num_leaving,
             num_free_blocks=core.manager.pool.num_free_blocks - starting.num_blocks,
             token_budget=plan.token_budget,
         )

@@ -39,8 +39,15 @@ class Arrivals:
         """Queue a request, or let its grammar be compiled first.
 
         Raises:
-            RequestError: it cannot be served, or its id is in use; whoever holds KV for it is told.
+            RequestError: it cannot be served, or its id is in use; whoever holds KV for it is told,
+                unless the id is only waiting for the end of its last request to be delivered.
         """
+        if request.request_id in self._core.undelivered:
+            # Whoever holds KV for it is not told: it comes again.
+            raise DuplicateRequest(
+                f"the end of the last request {request.request_id!r} was not delivered yet, and "
+                "would seem to be that of this one; take the next StepResult, or drain(), before"
+            )
         try:
             return self._add(request)
         except RequestError:
@@ -54,11 +61,6 @@ class Arrivals:
             raise DuplicateRequest(
                 f"request {request.request_id!r} is still {status.value}; use another id, or abort "
                 "that one first"
-            )
-        if any(event.request_id == request.request_id for event in core.outbox):
-            raise DuplicateRequest(
-                f"the end of the last request {request.request_id!r} was not delivered yet, and "
-                "would seem to be that of this one; take the next StepResult, or drain(), before"
             )
         is_structured = request.sampling.structured_output is not None
         if is_structured or request.num_prompt_tokens > self._most_tokens:

@@ -196,7 +196,8 @@ class Scheduler(ABC):
         """Put a request into the queue.
 
         Raises:
-            DuplicateRequest: an unfinished request has this id. That one is unharmed.
+            DuplicateRequest: an unfinished request has this id, which is unharmed; or one whose
+                end no `StepResult` and no `drain` has delivered yet.
             InvalidRequest: it can never fit; the message gives the numbers.
         """
 

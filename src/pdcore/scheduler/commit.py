@@ -97,7 +97,8 @@ class Commit:
             finished=finished,
         )
         self._add_departed(result, departed)
-        self._add_outbox(result)
+        if core.outbox:
+            self._add_outbox(result)
         return result
 
     def _departed(
@@ -287,13 +288,11 @@ class Commit:
 
     def _add_outbox(self, result: StepResult) -> None:
         """Deliver the requests that ended without a new token."""
-        outbox, self._core.outbox = self._core.outbox, []
-        if outbox:
-            start = len(result.request_ids)
-            result.finished.update(enumerate(outbox, start))
-            result.request_ids.extend(event.request_id for event in outbox)
-            codes = [int(event.finish_reason or 0) for event in outbox]
-            result.finish_reasons = np.append(result.finish_reasons, np.array(codes, np.int8))
+        outbox, start = self._core.take_outbox(), len(result.request_ids)
+        result.finished.update(enumerate(outbox, start))
+        result.request_ids.extend(event.request_id for event in outbox)
+        codes = [int(event.finish_reason or 0) for event in outbox]
+        result.finish_reasons = np.append(result.finish_reasons, np.array(codes, np.int8))
 
 
 def _accepts(matcher: GrammarMatcher, token: int) -> bool:

@@ -67,10 +67,11 @@ class Core:
         left_blocks: the blocks of rows that were taken while plans of theirs are in flight, by
             (row, epoch), with the newest of these plans.
         finished_rows: rows given up since the last plan.
-        outbox: finish events that no `StepResult` has carried.
+        outbox: finish events that no `StepResult` has carried; undelivered: their request ids.
         failing: requests that a hook failed for in the last plan; they end with the next one.
         skips: why requests that the last step looked at did not run, by uid.
         closed: why those that it did not look at did not.
+        is_busy: whether a call is under way that hooks must not break into.
         undo: how to take back what the newest plan changed; exact while nothing else has changed.
         has_news: whether a worker's report waits to be taken in.
         is_quiet: whether the last plan found nothing to do, and nothing has changed since.
@@ -107,12 +108,14 @@ class Core:
     left_blocks: dict[tuple[int, int], tuple[int, BlockIds]] = attrs.field(factory=dict)
     finished_rows: list[int] = attrs.field(factory=list)
     outbox: list[RequestOutput] = attrs.field(factory=list)
+    undelivered: set[str] = attrs.field(factory=set)
     failing: list[tuple[RequestState, str]] = attrs.field(factory=list)
     alarms: Alarms = attrs.field(factory=Alarms)
     counters: Counters = attrs.field(factory=Counters)
     skips: dict[int, Skip] = attrs.field(factory=dict)
     closed: SkipCode = SkipCode.NOT_REACHED
     step_id: int = 0
+    is_busy: bool = False
     undo: list[Callable[[], None]] = attrs.field(factory=list)
     recording: bool = False
     undo_is_exact: bool = False
@@ -143,6 +146,17 @@ class Core:
         A row whose grammar raised is allowed no token, and that is all that a worker can say of it.
         """
         return next((cause for failing, cause in self.failing if failing is state), told)
+
+    def tell(self, event: RequestOutput) -> None:
+        """Deliver a finish event with the next `StepResult`, or by `drain`."""
+        self.outbox.append(event)
+        self.undelivered.add(event.request_id)
+
+    def take_outbox(self) -> list[RequestOutput]:
+        """The finish events that are delivered now."""
+        outbox, self.outbox = self.outbox, []
+        self.undelivered.clear()
+        return outbox
 
     def record(self, undo: Callable[[], None]) -> None:
         """Remember how to take back a change that the plan being made has made."""

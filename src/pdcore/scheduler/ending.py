@@ -68,7 +68,7 @@ def finish_running(
 
 def fail(core: Core, state: RequestState, cause: str) -> None:
     """End a request with ``error`` outside of a step's result."""
-    core.outbox.append(finish(core, state, FinishReason.ERROR, cause=cause))
+    core.tell(finish(core, state, FinishReason.ERROR, cause=cause))
 
 
 def fail_later(core: Core, state: RequestState, hook: str, error: Exception) -> Skip:

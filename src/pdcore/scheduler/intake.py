@@ -194,7 +194,7 @@ class Intake:
             case ("request", int(uid)):
                 state = core.requests[uid]
                 cause = f"its deadline passed while it was {state.status.value}"
-                core.outbox.append(finish(core, state, FinishReason.TIMEOUT, cause=cause))
+                core.tell(finish(core, state, FinishReason.TIMEOUT, cause=cause))
             case ("grammar", int(uid)):
                 fail(
                     core,

@@ -101,7 +101,7 @@ class Loading:
         return load
 
     def _undo(self, state: RequestState, load: KVLoad) -> None:
-        """Tell the connector that a load does not begin. If that fails it may begin after all."""
+        """Tell the connector that a load does not begin; and if that fails, to call it off."""
         core = self._core
         assert core.connector is not None
         try:

@@ -125,23 +125,27 @@ class UnifiedScheduler(Scheduler):
     def add_request(self, request: Request) -> RequestHandle:
         if not isinstance(request, Request):
             raise InvalidRequest(f"add_request() got a {type(request).__name__}: pass a Request")
-        if self._core.recording:
+        if self._core.is_busy:
             raise _reentrant("add_request")
         return self._arrivals.add(request)
 
     def abort_requests(self, requests: Iterable[str | RequestHandle]) -> None:
         core = self._core
-        if core.recording:
+        if core.is_busy:
             raise _reentrant("abort_requests")
         if isinstance(requests, str | RequestHandle):
             requests = (requests,)
-        for request in requests:
-            request_id = request.request_id if isinstance(request, RequestHandle) else request
-            uid = core.uids.get(request_id)
-            # The id may have been used again, and the uid may be one of another scheduler.
-            if uid is None or (isinstance(request, RequestHandle) and request.uid != uid):
-                continue
-            core.outbox.append(finish(core, core.requests[uid], FinishReason.ABORT))
+        try:
+            core.is_busy = True
+            for request in requests:
+                request_id = request.request_id if isinstance(request, RequestHandle) else request
+                uid = core.uids.get(request_id)
+                # The id may have been used again, and the uid may be one of another scheduler.
+                if uid is None or (isinstance(request, RequestHandle) and request.uid != uid):
+                    continue
+                core.tell(finish(core, core.requests[uid], FinishReason.ABORT))
+        finally:
+            core.is_busy = False
 
     def schedule(self) -> SchedulerOutput:
         while True:
@@ -156,10 +160,18 @@ class UnifiedScheduler(Scheduler):
 
     def _plan(self) -> SchedulerOutput:
         core = self._core
-        if core.recording:
+        if core.is_busy:
             raise _reentrant("schedule")
-        now = core.clock.now()
-        self._intake.run(now)
+        try:
+            core.is_busy = True
+            now = core.clock.now()
+            self._intake.run(now)
+            return self._plan_at(now)
+        finally:
+            core.is_busy = False
+
+    def _plan_at(self, now: float) -> SchedulerOutput:
+        core = self._core
         core.step_id += 1
         core.skips = {}
         core.undo.clear()
@@ -196,7 +208,7 @@ class UnifiedScheduler(Scheduler):
         self, output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> StepResult:
         core = self._core
-        if core.recording:
+        if core.is_busy:
             raise _reentrant("update_from_output")
         if not core.in_flight or core.in_flight[0] is not output:
             raise OutputOrder(
@@ -204,11 +216,15 @@ class UnifiedScheduler(Scheduler):
                 f"({[plan.step_id for plan in core.in_flight]}); results come in order, once each"
             )
         is_in_order = refuse_mismatch(output, model_output)
-        del core.in_flight[0]
-        self._take_report(model_output.transfer_report)
-        result = self._commit.run(output, model_output, is_in_order=is_in_order)
-        if core.left_blocks:
-            core.forget_left_blocks(output.step_id)
+        try:
+            core.is_busy = True
+            del core.in_flight[0]
+            self._take_report(model_output.transfer_report)
+            result = self._commit.run(output, model_output, is_in_order=is_in_order)
+            if core.left_blocks:
+                core.forget_left_blocks(output.step_id)
+        finally:
+            core.is_busy = False
         if type(core.policy).observe is not SchedulingPolicy.observe:
             try:
                 core.policy.observe(result)
@@ -225,22 +241,27 @@ class UnifiedScheduler(Scheduler):
         transfer_report: TransferReport | None = None,
     ) -> None:
         core = self._core
-        if core.recording:
+        if core.is_busy:
             raise _reentrant("abandon")
         if not core.in_flight or core.in_flight[-1] is not output:
             raise OutputOrder(
                 f"step {output.step_id} is not the newest in flight "
                 f"({[plan.step_id for plan in core.in_flight]}); abandon the newest first"
             )
-        core.in_flight.pop()
-        self._last_plan = None
-        take_back(core, output, dispatched=dispatched)
-        if transfer_report is not None:
-            self._take_report(transfer_report)
+        try:
+            core.is_busy = True
+            core.in_flight.pop()
+            self._last_plan = None
+            take_back(core, output, dispatched=dispatched)
+            if transfer_report is not None:
+                self._take_report(transfer_report)
+        finally:
+            core.is_busy = False
 
     def drain(self) -> tuple[RequestOutput, ...]:
-        outbox, self._core.outbox = self._core.outbox, []
-        return tuple(outbox)
+        if self._core.is_busy:
+            raise _reentrant("drain")
+        return tuple(self._core.take_outbox())
 
     def has_requests(self) -> bool:
         core = self._core
@@ -287,7 +308,7 @@ class UnifiedScheduler(Scheduler):
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
         core = self._core
-        if core.recording:
+        if core.is_busy:
             raise _reentrant("reset_prefix_cache")
         if core.parked or core.handed_over or core.quarantine:
             return False
@@ -365,6 +386,6 @@ class UnifiedScheduler(Scheduler):
 
 def _reentrant(name: str) -> ReentrantCall:
     return ReentrantCall(
-        f"{name}() was called by a hook while schedule() makes a plan: let the hook answer, and "
-        f"call {name}() afterwards"
+        f"{name}() was called by a hook of the very scheduler that waits for its answer: let the "
+        f"hook return, and call {name}() afterwards"
     )

@@ -101,22 +101,21 @@ def policy_key(core: Core, request: Request) -> Any:
     """The policy's key for a request; raises `InvalidRequest` when there is none."""
     try:
         key = core.policy.key(request)
+        if _holds_nan(key):
+            raise ValueError(f"{key!r:.80}: NaN has no place in an order")
         core.waiting.can_compare(key)
     except Exception as error:
         raise InvalidRequest(
             f"request {request.request_id!r} was refused: the policy's key() raised {error!r}, or "
             "returned what cannot be compared with other keys"
         ) from error
-    if any(isinstance(part, _FLOATS) and part != part for part in _parts(key)):
-        raise InvalidRequest(
-            f"request {request.request_id!r} was refused: the policy's key() returned {key!r}, and "
-            "NaN has no place in an order; return another number"
-        )
     return key
 
 
-def _parts(key: Any) -> tuple[Any, ...]:
-    return key if isinstance(key, tuple) else (key,)
+def _holds_nan(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return any(map(_holds_nan, key))
+    return isinstance(key, _FLOATS) and key != key
 
 
 def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> bool:

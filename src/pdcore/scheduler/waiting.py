@@ -124,8 +124,8 @@ class WaitingTable:
         self._num_pushed = 0
         # The one kind of key whose comparisons cannot raise; all others are guarded.
         self._plain_width: int | None = None
-        # Empty until the first key came.
-        self._first_key: tuple[Any, ...] = ()
+        # What joined when nobody was here; all others compare with it.
+        self._first_key: Any = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -143,6 +143,8 @@ class WaitingTable:
         """Return a request to the place it had."""
         self._num_pushed += 1
         key, place = state.queue_key
+        if not self._live:
+            self._first_key = key
         width = _width(key)
         if self._plain_width is None:
             self._plain_width = width
@@ -153,15 +155,12 @@ class WaitingTable:
         heapq.heappush(self._heap, entry)
 
     def can_compare(self, key: Any) -> bool:
-        """Whether a key has an order with the first that had one; raises what its ``<`` raises.
+        """Whether a key has an order with the first that joined since the queue was empty; raises
+        what its ``<`` raises.
 
         Always with the same: two kinds of key that come in turn would leave the queue in no order.
         """
-        first = self._first_key[0] if self._first_key else key
-        can = (key < first) in (True, False)
-        if can and not self._first_key:
-            self._first_key = (key,)
-        return can
+        return (key < (self._first_key if self._live else key)) in (True, False)
 
     def peek(self) -> RequestState | None:
         """The first in order, or None."""
