@@ -17,6 +17,7 @@ from pdcore.shown import shown
 
 __all__ = [
     "check_answer",
+    "check_free",
     "check_time",
     "is_flag",
     "is_integer",
@@ -36,6 +37,15 @@ def check_answer(answer: object, kind: type, *, may_be_none: bool = False) -> No
     """Raise `TransferError` unless a hook answered with an instance of ``kind``."""
     if not (isinstance(answer, kind) or (may_be_none and answer is None)):
         raise TransferError(f"it returned {shown(answer)}, which is no {kind.__name__}")
+
+
+def check_free(transfer_id: str | None, *, is_open: bool) -> None:
+    """Raise `TransferError` if a hand-over is given the name of one that is still open."""
+    if is_open:
+        raise TransferError(
+            f"it gave the transfer_id {shown(transfer_id)} of a hand-over that is still open: name "
+            "each differently"
+        )
 
 
 def check_time(answer: object) -> None:
@@ -66,9 +76,10 @@ def must_be_tuple(what: str, is_right: Callable[[Any], bool]) -> Validator:
 def is_integer(value: object) -> bool:
     """Whether a value is an integer, numpy's included; a bool is none."""
     try:
-        return not isinstance(value, _FLAGS) and operator.index(value) is not None  # type: ignore[arg-type]
+        operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return False
+    return not isinstance(value, _FLAGS)
 
 
 def is_number(value: object) -> bool:

@@ -6,10 +6,9 @@ import logging
 
 import numpy as np
 
-from pdcore.answers import check_answer
+from pdcore.answers import check_answer, check_free
 from pdcore.connector.base import FinishedBlocks, HandOver
 from pdcore.connector.tickets import asks_for_hand_over
-from pdcore.errors import TransferError
 from pdcore.kvcache.holds import HoldReason
 from pdcore.messages import RequestOutput
 from pdcore.request import FinishReason, RequestStatus
@@ -156,11 +155,9 @@ def _tell_connector(
     try:
         hand_over = core.connector.request_finished(state.request, state.uid, blocks)
         check_answer(hand_over, HandOver, may_be_none=True)
-        if hand_over is not None and hand_over.transfer_id in core.handed_over:
-            raise TransferError(
-                f"it gave the transfer_id {hand_over.transfer_id!r:.80} of a hand-over that is "
-                "still open: name each differently"
-            )
+        if hand_over is not None:
+            name = hand_over.transfer_id
+            check_free(name, is_open=name in core.handed_over)
     except Exception as error:
         logger.exception("the connector's request_finished(%s) raised", state.request_id)
         return None, f"request_finished() raised {error!r}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdcore.answers import check_answer
+from pdcore.answers import check_answer, check_free
 from pdcore.connector.base import HandOver
 from pdcore.connector.multi.params import join_params
-from pdcore.errors import TransferError
 
 __all__ = ["JointHandOvers"]
 
@@ -57,11 +56,9 @@ class JointHandOvers:
     def check(self, connector: str, wish: HandOver | None) -> None:
         """Raise `TransferError` for what is no wish, or names one that is still open."""
         check_answer(wish, HandOver, may_be_none=True)
-        if wish and wish.transfer_id is not None and self.is_known(connector, wish.transfer_id):
-            raise TransferError(
-                f"it gave the transfer_id {wish.transfer_id!r:.80} of a hand-over that is still "
-                "open: name each differently"
-            )
+        if wish is not None and wish.transfer_id is not None:
+            name = wish.transfer_id
+            check_free(name, is_open=self.is_known(connector, name))
 
     def is_known(self, connector: str, transfer_id: str) -> bool:
         """Whether a connector has taken part in this hand-over, and not let go of it yet."""
