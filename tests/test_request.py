@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 import numpy as np
@@ -15,14 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odd_values import DEEP
 from pdcore import Request, RequestStatus, SamplingParams
 from pdcore.errors import IllegalTransition, InvalidRequest
 from pdcore.kvcache import TokenSequence
 from pdcore.request import TRANSITIONS
 from pdcore.scheduler.state import RequestState, move
-
-DEEP: Any = functools.reduce(lambda inner, _: [inner], range(5000), 0)
-"""A list that nothing can write out: JSON can, and a stranger may send it."""
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from loopback_engines import (
     solo,
 )
 
+from odd_values import DEEP
 from pdcore.connector.loopback import LoopbackConnector, LoopbackFabric, LoopbackFaults
 from pdcore.connector.loopback.ticket import LoopbackTicket
 from pdcore.connector.ticket_contents import prompt_digest
@@ -23,9 +23,6 @@ from pdcore.request import Request
 from pdcore.testing import VirtualClock
 
 # Bad parameters.
-
-
-DEEP: Any = functools.reduce(lambda inner, _: [inner], range(5000), 0)
 
 
 def params_with(**changes: Any) -> dict[str, Any]:

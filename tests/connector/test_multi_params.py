@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
 import pytest
 from multi_halves import BLOCKS, HAND_OVER, Half, a_request, loading, two
 
+from odd_values import DEEP
 from pdcore.connector import ConnectorEvents, HandOver
 from pdcore.connector.multi.params import join_params
 from pdcore.connector.multi.scheduler_side import MultiSchedulerConnector
@@ -59,9 +59,6 @@ def test_one_that_fails_to_hand_over_leaves_it_to_the_other() -> None:
     assert hand_over.kv_transfer_params == {"kind": "far"}
     far.said = ConnectorEvents(finished_sending=("t",))
     assert multi.take_events().finished_sending == (hand_over.transfer_id,)
-
-
-DEEP: Any = functools.reduce(lambda inner, _: [inner], range(5000), 0)
 
 
 def joint_params(near: Any = None, far: Any = None) -> dict[str, Any]:

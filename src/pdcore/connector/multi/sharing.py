@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
 
 from pdcore.connector.base import ExternalMatch, SchedulerConnector
+from pdcore.connector.multi.asking import ask
 from pdcore.connector.multi.params import is_joined, named_parts, split_params
 from pdcore.connector.tickets import asks_for_hand_over
 from pdcore.errors import InvalidTransferParams
@@ -16,8 +16,6 @@ from pdcore.request import Request
 from pdcore.shown import shown
 
 __all__ = ["Offers", "SharedRequest"]
-
-logger = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -76,7 +74,11 @@ class Offers:
                 for name, part in parts.items()
             }
             return cls(plain=plain, made=made)
-        made = {name: request for name, half in halves.items() if _recognizes(name, half, params)}
+        made = {
+            name: request
+            for name, half in halves.items()
+            if ask(name, half.recognizes, params, otherwise=False, check=bool)
+        }
         if not made:
             raise InvalidTransferParams(
                 f"kv_transfer_params of kind {shown(params.get('kind'))} are for none of the "
@@ -97,11 +99,3 @@ class Offers:
             for name, leave in named_parts(push_to, names, what="push_to").items()
         }
         return cls(plain=attrs.evolve(request, kv_transfer_params=rest), made=made)
-
-
-def _recognizes(name: str, half: SchedulerConnector, params: Mapping[str, Any]) -> bool:
-    try:
-        return bool(half.recognizes(params))
-    except Exception:
-        logger.exception("connector %r raised in recognizes()", name)
-        return False
