@@ -145,6 +145,22 @@ def test_an_order_is_due_until_a_plan_carries_it():
         assert halves.build() is not None
 
 
+def test_a_load_and_its_cancellation_may_both_be_lost() -> None:
+    """Each with a step that failed: the load is called off again, and its blocks come back."""
+    prefill, decode, _ = make_pair()
+    decode.add(prefill.prefill())
+    scheduler = decode.scheduler
+    loading = scheduler.schedule()
+    scheduler.abort_requests(["r"])
+    scheduler.abandon(loading, dispatched=True)
+    for _ in range(2):
+        scheduler.abandon(scheduler.schedule(), dispatched=True)
+    decode.step()
+    decode.step()
+    assert scheduler.stats().num_quarantined_blocks == 0
+    assert not scheduler.has_requests()
+
+
 def test_a_prefill_without_a_hand_over_keeps_nothing():
     """A request that asked for nothing, or was aborted, leaves no hold."""
     prefill, _, _ = make_pair()

@@ -73,6 +73,7 @@ SCHEDULER_CALLS: dict[str, Callable[[Any, Request, KVLoad], Any]] = {
     "undo_alloc": lambda half, r, load: half.undo_alloc(r, load),
     "build_connector_meta": lambda half, r, load: half.build_connector_meta(PLAN),
     "rebuild_connector_meta": lambda half, r, load: half.rebuild_connector_meta(a_meta()),
+    "step_failed": lambda half, r, load: half.step_failed(a_meta()),
     "request_finished": lambda half, r, load: half.request_finished(r, 1, BLOCKS),
     "cancel": lambda half, r, load: half.cancel(load.transfer),
     "cut_off": lambda half, r, load: half.cut_off(load.transfer),

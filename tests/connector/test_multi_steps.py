@@ -38,6 +38,9 @@ def test_orders_come_apart_again_and_can_be_made_again() -> None:
     assert (meta.parts, meta.loads) == ({"near": "orders"}, {KEY: "near"})
     multi.rebuild_connector_meta(meta)
     assert taken_back == ["orders"]
+    near.step_failed = taken_back.append  # type: ignore[method-assign]
+    multi.step_failed(meta)
+    assert taken_back == ["orders", "orders"]
     again, third = multi.build_connector_meta(PLAN), multi.build_connector_meta(PLAN)
     assert again is not None
     assert third is not None

@@ -210,17 +210,18 @@ def test_a_load_that_cannot_be_undone_costs_its_request_alone(
     assert "undo_alloc() raised" in caplog.text
 
 
+@pytest.mark.parametrize("hook", ["rebuild_connector_meta", "step_failed"])
 def test_orders_that_cannot_be_rebuilt_do_not_stop_a_plan_from_being_taken_back(
-    caplog: pytest.LogCaptureFixture,
+    hook: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The plan is gone, and the next one is made."""
-    connector = Loads("rebuild_connector_meta", _raise)
+    connector = Loads(hook, _raise)
     connector.build_connector_meta = lambda output: "orders"  # type: ignore[method-assign]
     rig = Rig(connector=connector)
     rig.add("other")
-    rig.scheduler.abandon(rig.scheduler.schedule())
+    rig.scheduler.abandon(rig.scheduler.schedule(), dispatched=hook == "step_failed")
     assert rig.ends() == {"other": FinishReason.LENGTH}
-    assert "rebuild_connector_meta() raised" in caplog.text
+    assert f"{hook}() raised" in caplog.text
 
 
 @pytest.mark.parametrize("transfer_id", ["same", [1], 7])

@@ -232,6 +232,14 @@ class SchedulerConnector(ABC):
     def rebuild_connector_meta(self, meta: Any) -> None:  # noqa: B027
         """``meta`` never reached a worker: say it again with the next plan."""
 
+    def step_failed(self, meta: Any) -> None:  # noqa: B027
+        """The step of ``meta`` was dispatched and failed: the workers may have heard it or not.
+
+        The loads that it was to begin have been cancelled by now. Say again, with the next plan,
+        what must be heard and does no harm twice, as the end of a load that was cancelled before.
+        What is lost here for good is made up for by `cut_off`, a minute later.
+        """
+
     @abstractmethod
     def request_finished(
         self, request: Request, uid: int, blocks: FinishedBlocks

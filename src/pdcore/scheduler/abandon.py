@@ -26,12 +26,14 @@ def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
         undo_exactly(core, output.step_id)
     else:
         _take_back_safely(core, output, dispatched=dispatched)
-    if not dispatched and core.connector is not None and output.connector_meta is not None:
+    if core.connector is not None and output.connector_meta is not None:
+        connector = core.connector
+        hook = connector.step_failed if dispatched else connector.rebuild_connector_meta
         try:
-            core.connector.rebuild_connector_meta(output.connector_meta)
+            hook(output.connector_meta)
         except Exception as error:
-            told = "the connector's rebuild_connector_meta() raised; what was lost times out"
-            core.complain(told, error)
+            name = "step_failed" if dispatched else "rebuild_connector_meta"
+            core.complain(f"the connector's {name}() raised; what was lost times out", error)
     core.undo_is_exact = False
 
 

@@ -264,17 +264,17 @@ def test_a_disk_without_room_is_found_at_the_start(
 
 
 def test_workers_hear_of_a_reset_in_the_next_step() -> None:
-    """Also if nothing is saved or loaded, and again if that step was taken back."""
+    """Also if nothing is saved or loaded, and again if that step was taken back, or failed."""
     half = OffloadSchedulerConnector(OffloadConfig(host_bytes=1))
     manager = KVCacheManager(LRUBlockPool(8, 4))
     scheduler = UnifiedScheduler(manager, connector=half, clock=VirtualClock())
     assert scheduler.schedule().connector_meta is None
     assert scheduler.reset_prefix_cache()
-    for _ in range(2):
+    for dispatched in (False, True, False):
         assert scheduler.has_requests()
         plan = scheduler.schedule()
         assert plan.connector_meta.num_resets == 1
         later = scheduler.schedule()
         assert later.connector_meta is None
-        scheduler.abandon(later)
-        scheduler.abandon(plan)
+        scheduler.abandon(later, dispatched=dispatched)
+        scheduler.abandon(plan, dispatched=dispatched)

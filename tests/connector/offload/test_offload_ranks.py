@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,14 +82,18 @@ class RankedEngine:
         tokens: list[int] = []
         ends: list[RequestOutput] = []
         while self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            for event in self.scheduler.update_from_output(output, self._run(output)).outputs:
+            for event in self.step():
                 tokens += event.new_token_ids
                 ends += [event] if event.finish_reason is not None else []
             self.half.check()
         assert tokens == self.runners[0].solo_tokens(request)
         (end,) = ends
         return end
+
+    def step(self) -> tuple[RequestOutput, ...]:
+        """One step; what it told."""
+        output = self.scheduler.schedule()
+        return self.scheduler.update_from_output(output, self._run(output)).outputs
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for runner in self.runners:
@@ -186,6 +191,32 @@ def test_a_load_is_over_when_the_last_rank_has_it(
     monkeypatch.setattr(engine._merger, "merge", count_steps)
     assert engine.serve(PROMPTS[0]).num_external_tokens == 40
     assert not any(steps_since[:5])
+
+
+@pytest.mark.parametrize("num_ranks_that_heard", range(NUM_RANKS + 1))
+def test_a_load_and_its_cancellation_may_both_be_lost(
+    start: Start, num_ranks_that_heard: int
+) -> None:
+    """Each with a step that failed before all ranks heard of it: all of them end the load."""
+    engine = start(num_disk_blocks=0)
+    for prompt in PROMPTS:
+        engine.serve(prompt)
+    scheduler = engine.scheduler
+    scheduler.add_request(Request("r", PROMPTS[0]))
+    for num_heard in (num_ranks_that_heard, 0, 0):
+        output = scheduler.schedule()
+        scheduler.abort_requests(["r"])
+        for runner in engine.runners[:num_heard]:
+            runner.execute_model(output)
+        scheduler.abandon(output, dispatched=True)
+    assert scheduler.stats().num_quarantined_blocks == 10
+    for _ in range(1000):
+        engine.step()
+        if not scheduler.has_requests():
+            break
+        time.sleep(0.001)
+    assert scheduler.stats().num_quarantined_blocks == 0
+    engine.half.check()
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))

@@ -156,6 +156,10 @@ class LoopbackSchedulerConnector(SchedulerConnector):
         self._orders_cancelled[:0] = meta.cancelled
         self._orders_cut_off[:0] = meta.cut_off
 
+    def step_failed(self, meta: LoopbackMeta) -> None:
+        self._orders_cancelled[:0] = [key for key in meta.cancelled if key in self._loads]
+        self._orders_cut_off[:0] = [key for key in meta.cut_off if key in self._loads]
+
     def request_finished(
         self, request: Request, uid: int, blocks: FinishedBlocks
     ) -> HandOver | None:

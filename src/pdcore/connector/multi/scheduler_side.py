@@ -248,6 +248,10 @@ class MultiSchedulerConnector(SchedulerConnector):
         for name, part in meta.parts.items():
             ask(name, self._halves[name].rebuild_connector_meta, part, otherwise=None)
 
+    def step_failed(self, meta: MultiMeta) -> None:
+        for name, part in meta.parts.items():
+            ask(name, self._halves[name].step_failed, part, otherwise=None)
+
     def update_connector_output(self, report: TransferReport) -> None:
         """Give each connector what its own workers said."""
         owner_of = self._loads.owner_of

@@ -175,6 +175,10 @@ class PullDesk:
             else:
                 self._queue_read(pull)
                 self._notify()
+        self.retake_ends(meta)
+
+    def retake_ends(self, meta: NixlMeta) -> None:
+        """Which loads and peers are to end may not have been heard: say it again."""
         for transfer in meta.cancels:
             if self._is_reading(transfer):
                 self._orders.cancel(transfer)

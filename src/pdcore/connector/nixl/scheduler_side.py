@@ -269,10 +269,12 @@ class NixlSchedulerConnector(SchedulerConnector):
             orders = attrs.evolve(orders or NixlMeta(), pushes=tasks, push_stops=stops)
         return None if orders is None else self._with_doorbell(orders)
 
-    def rebuild_connector_meta(self, meta: NixlMeta | None) -> None:
-        if meta is not None:
-            self._parts.pulls.retake_orders(meta)
-            self._parts.pushes.retake(meta.pushes)
+    def rebuild_connector_meta(self, meta: NixlMeta) -> None:
+        self._parts.pulls.retake_orders(meta)
+        self._parts.pushes.retake(meta.pushes)
+
+    def step_failed(self, meta: NixlMeta) -> None:
+        self._parts.pulls.retake_ends(meta)
 
     def request_finished(
         self, request: Request, uid: int, blocks: FinishedBlocks

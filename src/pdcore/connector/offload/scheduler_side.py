@@ -198,6 +198,12 @@ class OffloadSchedulerConnector(SchedulerConnector):
                 load.is_sent = False
         self._cancelled[:0] = meta.cancelled
 
+    def step_failed(self, meta: OffloadMeta) -> None:
+        # Blocks that were not saved are found out when they are loaded; these would not be.
+        if meta.num_resets:
+            self._is_reset_told = False
+        self._cancelled[:0] = [transfer for transfer in meta.cancelled if transfer in self._loads]
+
     def request_finished(
         self, request: Request, uid: int, blocks: FinishedBlocks
     ) -> HandOver | None:

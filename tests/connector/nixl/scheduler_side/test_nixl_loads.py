@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import attrs
 import pytest
 from nixl_engines import until
 from nixl_halves import Half, decode_request, sent_by
@@ -145,6 +146,29 @@ def test_an_abandoned_plan_gives_its_read_again(prefill: Half, decode: Half) -> 
     assert decode.match(request) == 13
     decode.load(request, uid, attempt=1)
     assert decode.plan_with_read().reads[0].transfer == (uid, 1)
+
+
+def test_ends_that_may_be_lost_are_said_again(prefill: Half, decode: Half) -> None:
+    """After a step that failed, until the workers have answered: a read to cancel, a peer to cut
+    off. The read itself is not begun again."""
+    request = decode_request(prefill.ticket())
+    load = decode.load(request, decode.add(request))
+    reading = decode.plan_with_read()
+    decode.connector.cancel(load.transfer)
+    decode.connector.cut_off(load.transfer)
+    decode.connector.step_failed(reading)
+    meta = decode.plan()
+    assert meta is not None
+    decode.connector.step_failed(meta)
+    again = decode.plan()
+    assert again is not None
+    assert again.reads == ()
+    assert set(again.cancels) == {load.transfer}
+    assert again.cut_offs == meta.cut_offs
+    decode.workers_say(finished=load)
+    decode.until_event()
+    decode.connector.step_failed(attrs.evolve(again, cut_offs=()))
+    assert decode.plan() is None
 
 
 def test_orders_are_picklable(prefill: Half, decode: Half) -> None:
