@@ -98,8 +98,9 @@ class OffloadSimulation(Simulation):
     def step(self) -> None:
         super().step()
         stats = self.scheduler.stats()
-        if self.background and stats.num_parked and not stats.num_running:
-            # As a loop that only waits for loads: their thread needs the interpreter.
+        is_waiting = stats.num_parked or stats.num_quarantined_blocks
+        if self.background and is_waiting and not stats.num_running:
+            # As a loop that waits for loads, wanted or not: their thread needs the interpreter.
             time.sleep(0.0005)
 
     def break_disk(self) -> None:

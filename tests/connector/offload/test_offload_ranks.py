@@ -210,7 +210,7 @@ def test_a_load_and_its_cancellation_may_both_be_lost(
             runner.execute_model(output)
         scheduler.abandon(output, dispatched=True)
     assert scheduler.stats().num_quarantined_blocks == 10
-    for _ in range(1000):
+    for _ in range(20_000):
         engine.step()
         if not scheduler.has_requests():
             break
