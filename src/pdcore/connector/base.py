@@ -237,7 +237,8 @@ class SchedulerConnector(ABC):
 
         The loads that it was to begin have been cancelled by now. Say again, with the next plan,
         what must be heard and does no harm twice, as the end of a load that was cancelled before.
-        What is lost here for good is made up for by `cut_off`, a minute later.
+        Without it, a load that no worker heard of ends with `cut_off`, after
+        ``Limits.quarantine_timeout_s``.
         """
 
     @abstractmethod
