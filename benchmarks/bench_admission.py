@@ -1,6 +1,7 @@
 """What it costs to admit a prompt: making the request, naming its blocks, one step with one token.
 
-Cold: nothing of it is cached. Cached: all of it is, and the last block is computed again.
+Cold: nothing of it is cached. Cached: all of it is, and the last block is computed again. Alone, or
+one of 16 that arrive in the same step: figures are per request.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ def main() -> None:
     arguments = parser(__doc__).parse_args()
     cases = [
         Case(
-            label=f"{num_tokens} tokens, {'cached' if cached else 'cold'}",
+            label=f"{num_tokens} tokens, {'cached' if cached else 'cold'}{arriving}",
             task="admission",
             settings={
                 "num_tokens": num_tokens,
                 "cached": cached,
-                "count": 100 if num_tokens < 1000 else 20,
+                "at_once": at_once,
+                "count": (100 if num_tokens < 1000 else 20) if at_once == 1 else 10 * at_once,
                 "seed": arguments.seed,
             },
         )
+        for at_once, arriving in ((1, ""), (16, ", 16 at once"))
         for num_tokens in (512, 8192)
         for cached in (False, True)
     ]

@@ -113,14 +113,17 @@ def churn(
 
 
 def admission(
-    make: MakeEngine, *, num_tokens: int, cached: bool, count: int, seed: int
+    make: MakeEngine, *, num_tokens: int, cached: bool, at_once: int, count: int, seed: int
 ) -> dict[str, float]:
-    """From a request's making to its first token, one at a time, the key hashing included."""
+    """From a request's making to its first token, the key hashing included, per request.
+
+    So many of them arrive in each step, and nothing else runs.
+    """
     engine = make(
-        num_seqs=8,
+        num_seqs=max(at_once, 8),
         num_blocks=(count + 2) * (num_tokens // BLOCK_SIZE + 2),
         caching=True,
-        budget=num_tokens + 8,
+        budget=at_once * num_tokens + 8,
         max_len=num_tokens + 8,
     )
     source = prompts(num_tokens, seed)
@@ -128,10 +131,12 @@ def admission(
     engine.add(shared, 1)
     engine.step()
     times = StepTimes()
-    for _ in range(count):
-        _timed_arrival(engine, [list(shared) if cached else next(source)], 1, times)
+    for _ in range(count // at_once):
+        arrivals = [list(shared) if cached else next(source) for _ in range(at_once)]
+        _timed_arrival(engine, arrivals, 1, times)
         if engine.has_requests():
             raise AssertionError("a request did not end with its first token")
+    times.samples = [sample / at_once for sample in times.samples]
     return times.report()
 
 

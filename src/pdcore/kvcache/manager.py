@@ -142,13 +142,17 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return _NO_HIT
         self._extend_keys(sequence)
-        ids = self.pool.lookup(sequence.keys[: (len(sequence) - 1) // self.block_size])
+        ids = self.pool.lookup(sequence.keys[: self.max_hit_blocks(sequence)])
         if not ids.size:
             return _NO_HIT
         num_tokens = ids.size * self.block_size
         if self.sliding_window is not None:
             ids[: max(self.tables.num_behind_window(num_tokens), 0)] = 0
         return PrefixHit(ids, num_tokens)
+
+    def max_hit_blocks(self, sequence: TokenSequence) -> int:
+        """How many blocks of a sequence a hit has at most: one token is left to compute."""
+        return (len(sequence) - 1) // self.block_size
 
     def name_blocks(self, sequences: list[TokenSequence]) -> None:
         """Compute the keys of sequences that have none, all at once.

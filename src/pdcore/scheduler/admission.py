@@ -214,12 +214,7 @@ class AdmissionPass:
         """What need not be computed, since the cache has it."""
         if state.block_ids is not None:
             return _NO_HIT
-        manager, starting = self._core.manager, self._starting
-        hit = manager.get_computed_blocks(state.sequence)
-        if starting.may_share(state, hit):
-            starting.run()
-            hit = manager.get_computed_blocks(state.sequence)
-        return hit
+        return self._starting.find_hit(state.sequence)
 
     def _find_external(self, state: RequestState, hit: PrefixHit) -> ExternalMatch | None:
         """What the connector has beyond that; nobody is asked again after a load."""
@@ -305,9 +300,11 @@ class AdmissionPass:
             num_fresh = manager.check_room(
                 hit, end, must_fit_tokens=room, chunk=chunk, num_reserved=reserved
             )
-            starting.add(state, num_tokens=num_tokens, num_fresh_blocks=num_fresh)
+            starting.add(state, num_tokens=num_tokens, num_lacking=num_fresh)
             return None
-        starting.run()
+        if num_external:
+            # The connector is told of these blocks, and may look at the pool.
+            starting.run()
         blocks = manager.allocate_slots(hit, end, must_fit_tokens=room, chunk=chunk)
         if num_external:
             load = self._loading.begin(state, hit, blocks, num_external)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdcore.kvcache.manager import PrefixHit
+from pdcore.kvcache.sequence import TokenSequence
 from pdcore.request import RequestStatus
 from pdcore.scheduler.core import Core
 from pdcore.scheduler.plan import Plan
@@ -17,6 +18,8 @@ from pdcore.scheduler.state import RequestState, move, move_back
 __all__ = ["Starting"]
 
 BlockIds = npt.NDArray[np.int32]
+
+_NO_BLOCKS = np.zeros(0, np.int32)
 
 # What a start changes of a request.
 _Before = tuple[BlockIds | None, int, int, bool]
@@ -30,8 +33,7 @@ class _Admitted:
     """Admitted requests as columns, in order; see `Starting.add`."""
 
     states: list[RequestState] = attrs.field(factory=list)
-    blocks: list[BlockIds | None] = attrs.field(factory=list)
-    num_fresh_blocks: list[int] = attrs.field(factory=list)
+    blocks: list[BlockIds] = attrs.field(factory=list)
     num_computed: list[int] = attrs.field(factory=list)
     num_tokens: list[int] = attrs.field(factory=list)
     num_hit_tokens: list[int] = attrs.field(factory=list)
@@ -43,21 +45,24 @@ class Starting:
 
     Admitting one request costs the same array operations as admitting many, so they are collected,
     and started together when the pass ends. Nobody may tell the difference: whoever is to share
-    blocks with a request that waits here, or looks at rows or pool, calls `run` before.
+    blocks that a request which waits here will fill, or looks at rows or pool, calls `run` before,
+    and whoever takes blocks from the pool calls `allocate`.
 
     Args:
         core: the scheduler's state.
         plan: where to put those that start.
 
     Attributes:
-        num_blocks: how many blocks those that wait here will take from the pool.
+        num_blocks: how many blocks those that wait here have yet to take from the pool.
     """
 
     def __init__(self, core: Core, plan: Plan) -> None:
         self._core = core
         self._plan = plan
         self._admitted = _Admitted()
-        self._first_keys: set[bytes] = set()
+        # Those without blocks: their places, and how many each is to have.
+        self._lacking: list[tuple[int, int]] = []
+        self._next_keys: set[bytes] = set()
         self.num_blocks = 0
 
     def __len__(self) -> int:
@@ -68,8 +73,8 @@ class Starting:
         state: RequestState,
         *,
         num_tokens: int,
-        blocks: BlockIds | None = None,
-        num_fresh_blocks: int = 0,
+        blocks: BlockIds = _NO_BLOCKS,
+        num_lacking: int = 0,
         num_computed: int = 0,
         num_hit_tokens: int = 0,
         num_published: int = 0,
@@ -79,44 +84,64 @@ class Starting:
         Args:
             state: the request.
             num_tokens: tokens to compute in this step.
-            blocks: int32, those it has, retained, or None.
-            num_fresh_blocks: blocks to allocate behind those.
+            blocks: int32, those it has.
+            num_lacking: how many must be allocated for it; only if it has none.
             num_computed: tokens whose KV is there.
             num_hit_tokens: tokens found in the local cache.
             num_published: blocks that have their keys already.
         """
         admitted = self._admitted
+        if num_lacking:
+            self._lacking.append((len(admitted.states), num_lacking))
+            self.num_blocks += num_lacking
         admitted.states.append(state)
         admitted.blocks.append(blocks)
-        admitted.num_fresh_blocks.append(num_fresh_blocks)
         admitted.num_computed.append(num_computed)
         admitted.num_tokens.append(num_tokens)
         admitted.num_hit_tokens.append(num_hit_tokens)
         admitted.num_published.append(num_published)
-        self.num_blocks += num_fresh_blocks
-        keys = state.sequence.keys
-        if keys:
-            self._first_keys.add(keys[0])
+        # The chain of keys that it adds to the cache. Whoever shares any shares the first.
+        self._next_keys.update(state.sequence.keys[num_published : num_published + 1])
         self._plan.token_budget -= num_tokens
 
-    def may_share(self, state: RequestState, hit: PrefixHit) -> bool:
-        """Whether starting these first could change what is cached of a request's prefix."""
-        if not self._admitted.states:
-            return False
-        keys = state.sequence.keys
-        return hit.num_tokens > 0 or (bool(keys) and keys[0] in self._first_keys)
+    def find_hit(self, sequence: TokenSequence) -> PrefixHit:
+        """What the cache has of a sequence, as if all that wait here had been started."""
+        manager = self._core.manager
+        hit = manager.get_computed_blocks(sequence)
+        if hit.num_tokens and self.num_blocks:
+            # They may take the place of what was found.
+            self.allocate()
+            hit = manager.get_computed_blocks(sequence)
+        end = hit.block_ids.size
+        if (
+            self._next_keys
+            and end < manager.max_hit_blocks(sequence)
+            and sequence.keys[end] in self._next_keys
+        ):
+            self.run()
+            hit = manager.get_computed_blocks(sequence)
+        return hit
+
+    def allocate(self) -> None:
+        """Give blocks to all, in order, and leave the rest for later."""
+        if self.num_blocks:
+            fresh, end = self._core.manager.pool.allocate(self.num_blocks), 0
+            for place, num_blocks in self._lacking:
+                begin, end = end, end + num_blocks
+                self._admitted.blocks[place] = fresh[begin:end]
+            self._lacking.clear()
+            self.num_blocks = 0
 
     def run(self) -> None:
         """Give rows, blocks and keys to all, in order."""
+        self.allocate()
         admitted = self._admitted
-        states = admitted.states
+        states, blocks = admitted.states, admitted.blocks
         if not states:
             return
         core, plan = self._core, self._plan
         self._admitted = _Admitted()
-        self.num_blocks = 0
-        self._first_keys.clear()
-        blocks = self._allocate(admitted)
+        self._next_keys.clear()
         rows = core.table.assign(states, admitted.num_computed, step=plan.step_id)
         befores = self._begin(admitted)
         core.record(lambda: self._take_back(admitted, rows, befores))
@@ -131,18 +156,6 @@ class Starting:
             num_tokens=list(map(operator.add, admitted.num_computed, admitted.num_tokens)),
             step=plan.step_id,
         )
-
-    def _allocate(self, admitted: _Admitted) -> list[BlockIds]:
-        """The blocks of each, those that it has first."""
-        fresh = self._core.manager.pool.allocate(sum(admitted.num_fresh_blocks))
-        blocks, end = [], 0
-        for held, num_fresh in zip(admitted.blocks, admitted.num_fresh_blocks, strict=True):
-            begin, end = end, end + num_fresh
-            ids = fresh[begin:end]
-            if held is not None:
-                ids = np.concatenate((held, ids)) if num_fresh else held
-            blocks.append(ids)
-        return blocks
 
     def _begin(self, admitted: _Admitted) -> list[_Before]:
         """Make the requests running ones, and count what the prefix cache had of them."""
