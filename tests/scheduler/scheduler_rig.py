@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pdcore import (
     FinishReason,
     KVCacheManager,
@@ -15,6 +17,7 @@ from pdcore import (
     VirtualClock,
 )
 from pdcore.kvcache import KVCacheConfig
+from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.testing import FakeKVRunner
 from pdcore.testing.drive import Driver
 
@@ -48,3 +51,13 @@ class Rig:
 
     def ends(self) -> dict[str, FinishReason | None]:
         return {name: got.finish_reason for name, got in self.driver.run().items()}
+
+
+def draw(output: SchedulerOutput) -> ModelRunnerOutput:
+    """A token for every row that draws one, from nobody's KV; two of them are all there are."""
+    rows = output.rows[output.samples]
+    return ModelRunnerOutput(
+        rows=rows,
+        epochs=output.epochs[output.samples],
+        sampled_token_ids=((rows + output.step_id) % 2).astype(np.int32)[:, None],
+    )

@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_rig import draw
 
 from pdcore import (
     FCFS,
@@ -26,7 +26,6 @@ from pdcore import (
     VirtualClock,
 )
 from pdcore.kvcache import PrefixHasher
-from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 from pdcore.scheduler.starting import Starting
 
 BLOCK_SIZE = 4
@@ -40,16 +39,6 @@ class AtOnce(Starting):
     def add(self, *args: Any, **kwargs: Any) -> None:
         super().add(*args, **kwargs)
         self.run()
-
-
-def tokens_for(output: SchedulerOutput) -> ModelRunnerOutput:
-    """A token for every row that draws one; two of them are all there are."""
-    rows = output.rows[output.samples]
-    return ModelRunnerOutput(
-        rows=rows,
-        epochs=output.epochs[output.samples],
-        sampled_token_ids=((rows + output.step_id) % 2).astype(np.int32)[:, None],
-    )
 
 
 @pytest.mark.parametrize("make_policy", [FCFS, Priority])
@@ -101,6 +90,6 @@ def test_nobody_can_tell(make_policy: Callable[[], SchedulingPolicy], random: Ra
             together.abandon(output)
             apart.abandon(apart.in_flight[-1])
         else:
-            together.update_from_output(output, tokens_for(output))
-            apart.update_from_output(apart.in_flight[0], tokens_for(output))
+            together.update_from_output(output, draw(output))
+            apart.update_from_output(apart.in_flight[0], draw(output))
         together.check()

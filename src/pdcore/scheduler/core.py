@@ -165,8 +165,11 @@ class Core:
 
     def enqueue(self, state: RequestState, *, ahead: bool = False) -> None:
         """Put a request without a row into the queue it belongs to."""
-        queue = self.waiting if state.block_ids is None else self.landed
-        queue.join(state, ahead=ahead)
+        self._queue_of(state).join(state, ahead=ahead)
+
+    def rejoin(self, state: RequestState) -> None:
+        """Put a request that waited for remote KV back into a queue, at the place it had."""
+        self._queue_of(state).put_back(state)
 
     def vacate(self, state: RequestState, *, expects_late: bool = True) -> None:
         """Take a request's row and blocks.
@@ -281,7 +284,7 @@ class Core:
         else:
             self.landed.remove(state)
         self.drop_blocks(state)
-        self.enqueue(state, ahead=True)
+        self.rejoin(state)
 
     def distrust(self, block_ids: npt.NDArray[np.int32], *, since_step: int) -> None:
         """Blocks that others may share were not written as planned: those begin anew.
@@ -309,6 +312,9 @@ class Core:
             self.manager.pool.release(state.block_ids[::-1])
             state.block_ids = None
         state.num_computed_tokens = 0
+
+    def _queue_of(self, state: RequestState) -> WaitingTable:
+        return self.waiting if state.block_ids is None else self.landed
 
     def _quarantine(self, transfer: TransferKey, block_ids: npt.NDArray[np.int32]) -> None:
         deadline = self.clock.now() + self.limits.quarantine_timeout_s

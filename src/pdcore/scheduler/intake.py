@@ -150,7 +150,7 @@ class Intake:
 
     def _back_to_queue(self, state: RequestState) -> None:
         move(state, RequestStatus.WAITING)
-        self._core.enqueue(state, ahead=True)
+        self._core.rejoin(state)
 
     def _parked(self, transfer: TransferKey) -> RequestState | None:
         state = self._core.parked.get(transfer.uid)
