@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odd_values import DEEP
-from pdcore import Request, RequestStatus, SamplingParams
+from pdcore import FinishReason, Request, RequestStatus, SamplingParams
 from pdcore.errors import IllegalTransition, InvalidRequest
 from pdcore.kvcache import TokenSequence
 from pdcore.request import TRANSITIONS
@@ -150,6 +150,20 @@ def test_a_list_of_what_are_no_token_ids_is_refused(prompt: list[object]) -> Non
     """In words, whichever way the list is read."""
     with pytest.raises(InvalidRequest):
         Request("r", prompt)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time", b"Once", None])
+def test_a_text_in_place_of_token_ids_is_called_one(prompt: object) -> None:
+    """The error says that nothing here turns text into ids."""
+    told = f"prompt_token_ids is a {type(prompt).__name__}: pass token ids; pdcore has no tokenizer"
+    with pytest.raises(InvalidRequest, match=told):
+        Request("r", prompt)  # type: ignore[arg-type]
+
+
+def test_a_finish_reason_reads_as_text_wherever_it_is_printed() -> None:
+    """Padded in a table as well; it is a number where it is compared."""
+    assert f"{FinishReason.LENGTH} {FinishReason.LENGTH:>8}|" == "length   length|"
+    assert FinishReason.LENGTH == 2
 
 
 def test_nobody_can_change_a_prompt_afterwards() -> None:

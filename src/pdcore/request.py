@@ -100,6 +100,9 @@ class FinishReason(enum.IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
 
 def _finite_at_least_zero(name: str, value: float) -> None:
     if type(value) is float and 0.0 <= value <= _MAX_FLOAT:

@@ -46,6 +46,11 @@ def as_token_ids(values: Any) -> npt.NDArray[np.int32]:
         packed = _packed(values)
         if packed is not None:
             return packed
+    if values is None or isinstance(values, str | bytes):
+        raise InvalidRequest(
+            f"prompt_token_ids is a {type(values).__name__}: pass token ids; "
+            "pdcore has no tokenizer"
+        )
     try:
         array = np.asarray(values)
     except ValueError as error:

@@ -20,6 +20,7 @@ from pdcore import (
 from pdcore.connector.null import NullConnector, NullSchedulerConnector
 from pdcore.errors import ConfigError, DuplicateRequest, InvalidRequest
 from pdcore.kvcache import KVCacheSpec, PrefixHasher
+from pdcore.scheduler import WaitingView
 
 
 def test_a_connector_in_place_of_its_half_is_refused() -> None:
@@ -35,6 +36,13 @@ class Unordered(FCFS):
     dynamic = True
 
 
+class Unasked(FCFS):
+    """Says how to order the queue anew in every step, but not that it wants to."""
+
+    def order(self, waiting: WaitingView, now: float) -> list[int]:
+        return list(range(len(waiting.states)))
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -46,6 +54,7 @@ class Unordered(FCFS):
         ({"grammar": CompilesLater(vocab_size=0)}, "grammar.vocab_size=0: must be an integer"),
         ({"connector": object()}, "connector=<object .*: pass an instance of SchedulerConnector"),
         ({"policy": Unordered()}, r"Unordered is dynamic, but has no order\(\)"),
+        ({"policy": Unasked()}, r"Unasked has an order\(\), which nobody would ask: set dynamic"),
     ],
 )
 def test_what_is_no_part_is_refused_by_name(parts: dict[str, Any], words: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from scheduler_rig import Rig
@@ -33,14 +35,20 @@ def test_results_come_in_order_and_plans_are_abandoned_newest_first() -> None:
         epochs=plans[1].epochs,
         sampled_token_ids=np.ones((plans[1].rows.size, 1), np.int32),
     )
-    with pytest.raises(OutputOrder, match="oldest"):
+    with pytest.raises(OutputOrder, match=r"step 2 is not the oldest in flight \(1, 2\)"):
         rig.scheduler.update_from_output(plans[1], nothing)
-    with pytest.raises(OutputOrder, match="newest"):
+    with pytest.raises(OutputOrder, match=r"step 1 is not the newest in flight \(1, 2\)"):
         rig.scheduler.abandon(plans[0])
+    with pytest.raises(OutputOrder, match="got a NoneType: pass what schedule"):
+        rig.scheduler.update_from_output(None, nothing)  # type: ignore[arg-type]
+    with pytest.raises(OutputOrder, match="step 2 is a copy, or another scheduler's"):
+        rig.scheduler.abandon(copy.copy(plans[1]))
     assert rig.scheduler.fingerprint() == before
     for plan in reversed(plans):
         rig.scheduler.abandon(plan)
         rig.scheduler.check()
+    with pytest.raises(OutputOrder, match=r"step 1 is not the newest in flight \(none is\)"):
+        rig.scheduler.abandon(plans[0])
     assert rig.ends() == {"r": FinishReason.LENGTH}
 
 

@@ -27,7 +27,7 @@ class RequestOutput:
         finish_reason: why it ended, or None while it lives.
         cause: the reason in words, when there is more to say than the reason does.
         kv_transfer_params: what to hand to the decode engine after a prefill for hand-over.
-        num_prompt_tokens, num_output_tokens: totals so far, set when it ended.
+        num_prompt_tokens, num_output_tokens: totals; 0 until it ends, as the numbers below.
         num_cached_tokens: prompt tokens found in the local prefix cache at its first admission.
         num_external_tokens: prompt tokens that a connector brought.
         num_preemptions: how often it lost its row.

@@ -211,10 +211,7 @@ class UnifiedScheduler(Scheduler):
         if core.is_busy:
             raise _reentrant("update_from_output")
         if not core.in_flight or core.in_flight[0] is not output:
-            raise OutputOrder(
-                f"step {output.step_id} is not the oldest in flight "
-                f"({[plan.step_id for plan in core.in_flight]}); results come in order, once each"
-            )
+            raise _out_of_order(core, output, "the oldest", "results come in order, once each")
         is_in_order = refuse_mismatch(output, model_output)
         try:
             core.is_busy = True
@@ -244,10 +241,7 @@ class UnifiedScheduler(Scheduler):
         if core.is_busy:
             raise _reentrant("abandon")
         if not core.in_flight or core.in_flight[-1] is not output:
-            raise OutputOrder(
-                f"step {output.step_id} is not the newest in flight "
-                f"({[plan.step_id for plan in core.in_flight]}); abandon the newest first"
-            )
+            raise _out_of_order(core, output, "the newest", "abandon the newest first")
         try:
             core.is_busy = True
             core.in_flight.pop()
@@ -389,3 +383,17 @@ def _reentrant(name: str) -> ReentrantCall:
         f"{name}() was called by a hook of the very scheduler that waits for its answer: let the "
         f"hook return, and call {name}() afterwards"
     )
+
+
+def _out_of_order(core: Core, output: object, place: str, rule: str) -> OutputOrder:
+    """Why a plan's result, or its end, cannot be taken in now."""
+    if not isinstance(output, SchedulerOutput):
+        return OutputOrder(f"got a {type(output).__name__}: pass what schedule() returned")
+    known = {plan.step_id: plan for plan in core.in_flight}
+    if known.get(output.step_id, output) is not output:
+        return OutputOrder(
+            f"this plan of step {output.step_id} is a copy, or another scheduler's: pass the very "
+            "object that schedule() returned"
+        )
+    listed = ", ".join(map(str, known)) or "none is"
+    return OutputOrder(f"step {output.step_id} is not {place} in flight ({listed}); {rule}")

@@ -54,7 +54,13 @@ def check_parts(
     if grammar is not None:
         check_part("grammar", grammar, GrammarBackend)
         check_count("grammar.vocab_size", getattr(grammar, "vocab_size", None))
-    if policy.dynamic and type(policy).order is SchedulingPolicy.order:
+    has_order = type(policy).order is not SchedulingPolicy.order
+    if has_order and not policy.dynamic:
+        raise ConfigError(
+            f"{type(policy).__name__} has an order(), which nobody would ask: set dynamic = True, "
+            "or leave order() out"
+        )
+    if policy.dynamic and not has_order:
         raise ConfigError(
             f"{type(policy).__name__} is dynamic, but has no order(): override it, or leave "
             "dynamic at False"
