@@ -25,11 +25,14 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
+from pdcore.connector.base import ConnectorEvents, ExternalMatch, KVLoad
+from pdcore.connector.null import NullSchedulerConnector
 from pdcore.kvcache import PrefixHasher
+from pdcore.messages import SchedulerOutput, TransferKey
 from pdcore.scheduler.starting import Starting
 
 BLOCK_SIZE = 4
-NUM_STEPS = 16
+NUM_STEPS = 12
 PREFIXES = [[1 + family + 7 * place for place in range(24)] for family in range(3)]
 
 
@@ -41,55 +44,131 @@ class AtOnce(Starting):
         self.run()
 
 
+class RemoteConnector(NullSchedulerConnector):
+    """Has two blocks of every request that says so; its loads end when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[TransferKey] = []
+        self.done: tuple[TransferKey, ...] = ()
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_local_tokens: int
+    ) -> ExternalMatch | None:
+        wanted = (request.kv_transfer_params or {}).get("load")
+        num_tokens = 0 if wanted is None else max(2 * BLOCK_SIZE - num_local_tokens, 0)
+        return ExternalMatch(num_tokens=num_tokens, is_async=wanted == "async")
+
+    def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
+        if (request.kv_transfer_params or {}).get("load") == "async":
+            self.loads.append(load.transfer)
+
+    def undo_alloc(self, request: Request, load: KVLoad) -> None:
+        self.loads = [transfer for transfer in self.loads if transfer != load.transfer]
+
+    def end_loads(self) -> None:
+        """Say that all loads under way are there."""
+        self.done, self.loads = tuple(self.loads), []
+
+    def take_events(self) -> ConnectorEvents:
+        done, self.done = self.done, ()
+        return ConnectorEvents(finished_recving=done)
+
+
+class Pair:
+    """Two schedulers that get the same requests; one starts them together, one apart."""
+
+    def __init__(self, num_blocks: int, limits: Limits, policies: list[SchedulingPolicy]) -> None:
+        self.connectors = [RemoteConnector() for _ in policies]
+        self.together, self.apart = (
+            UnifiedScheduler(
+                KVCacheManager(
+                    LRUBlockPool(num_blocks, BLOCK_SIZE),
+                    hasher=PrefixHasher(BLOCK_SIZE, secret=bytes(32)),
+                ),
+                policy=policy,
+                limits=limits,
+                connector=connector,
+                clock=VirtualClock(),
+            )
+            for policy, connector in zip(policies, self.connectors, strict=True)
+        )
+
+    def add(self, name: str, prompt: list[int], *, max_tokens: int = 1, **kwargs: Any) -> None:
+        request = Request(name, prompt, sampling=SamplingParams(max_tokens=max_tokens), **kwargs)
+        self.together.add_request(request)
+        self.apart.add_request(request)
+
+    def end_loads(self) -> None:
+        for connector in self.connectors:
+            connector.end_loads()
+
+    def plan(self) -> SchedulerOutput:
+        """What both plan."""
+        output = self.together.schedule()
+        with mock.patch("pdcore.scheduler.admission.Starting", AtOnce):
+            assert pickle.dumps(self.apart.schedule()) == pickle.dumps(output)
+        assert self.apart.fingerprint() == self.together.fingerprint()
+        assert self.apart.stats() == self.together.stats()
+        return output
+
+    def take_in(self, output: SchedulerOutput) -> None:
+        self.together.update_from_output(output, draw(output))
+        self.apart.update_from_output(self.apart.in_flight[0], draw(output))
+        self.together.check()
+
+    def abandon(self, output: SchedulerOutput) -> None:
+        self.together.abandon(output)
+        self.apart.abandon(self.apart.in_flight[-1])
+
+
 @pytest.mark.parametrize("make_policy", [FCFS, Priority])
 @given(random=st.randoms(use_true_random=False))
 def test_nobody_can_tell(make_policy: Callable[[], SchedulingPolicy], random: Random) -> None:
-    """Bursts that share prefixes with what is cached, with each other, or with nobody.
+    """Bursts that share prefixes with what is cached or loaded, with each other, or with nobody.
 
     The pool is so small that who starts takes the place of what the next one would have found.
     """
-    num_blocks = random.randint(9, 24)
     limits = Limits(
         max_num_seqs=random.randint(2, 6),
         max_num_batched_tokens=random.choice((12, 40, 200)),
         max_model_len=32,
         long_prefill_token_threshold=random.choice((0, 0, 9)),
     )
-    together, apart = (
-        UnifiedScheduler(
-            KVCacheManager(
-                LRUBlockPool(num_blocks, BLOCK_SIZE),
-                hasher=PrefixHasher(BLOCK_SIZE, secret=bytes(32)),
-            ),
-            policy=make_policy(),
-            limits=limits,
-            clock=VirtualClock(),
-        )
-        for _ in range(2)
-    )
+    pair = Pair(random.randint(9, 24), limits, [make_policy() for _ in range(2)])
     num_added = 0
     for _ in range(NUM_STEPS):
         for _ in range(random.choice((0, 0, 1, 3, 6))):
             num_added += 1
             own = [num_added] * random.randint(1, 16)
-            request = Request(
+            load = random.choice((None, None, None, "async", "sync"))
+            pair.add(
                 f"r{num_added}",
                 random.choice((*PREFIXES, own, own))[: random.randint(1, 24)]
                 + [random.randrange(3) for _ in range(random.choice((0, 0, 1, 4)))],
-                sampling=SamplingParams(max_tokens=random.randint(1, 4)),
+                max_tokens=random.randint(1, 4),
                 priority=random.randrange(3),
+                kv_transfer_params=None if load is None else {"load": load},
             )
-            together.add_request(request)
-            apart.add_request(request)
-        output = together.schedule()
-        with mock.patch("pdcore.scheduler.admission.Starting", AtOnce):
-            assert pickle.dumps(apart.schedule()) == pickle.dumps(output)
-        assert apart.fingerprint() == together.fingerprint()
-        assert apart.stats() == together.stats()
+        if random.random() < 0.5:
+            pair.end_loads()
+        output = pair.plan()
         if random.random() < 0.2:
-            together.abandon(output)
-            apart.abandon(apart.in_flight[-1])
+            pair.abandon(output)
         else:
-            together.update_from_output(output, draw(output))
-            apart.update_from_output(apart.in_flight[0], draw(output))
-        together.check()
+            pair.take_in(output)
+
+
+def test_what_a_loaded_request_will_fill_is_found_behind_what_another_has_cached() -> None:
+    """Two of its blocks are loaded, four are cached by now, and it is about to fill six."""
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=200, max_model_len=64)
+    pair = Pair(64, limits, [FCFS(), FCFS()])
+    start, rest = list(range(1, 17)), list(range(30, 38))
+    pair.add("loaded", [*start, *rest, 50], kv_transfer_params={"load": "async"})
+    pair.add("cached", [*start, 51])
+    pair.take_in(pair.plan())
+    pair.end_loads()
+    pair.add("sharing", [*start, *rest, 52])
+    output = pair.plan()
+    assert output.num_scheduled_tokens.tolist() == [17, 1]
+    assert pair.together.stats().num_prefix_hit_tokens == 24

@@ -300,11 +300,12 @@ class AdmissionPass:
             num_fresh = manager.check_room(
                 hit, end, must_fit_tokens=room, chunk=chunk, num_reserved=reserved
             )
-            starting.add(state, num_tokens=num_tokens, num_lacking=num_fresh)
+            starting.add(state, num_tokens=num_tokens, num_fresh_blocks=num_fresh)
             return None
         if num_external:
             # The connector is told of these blocks, and may look at the pool.
             starting.run()
+        assert not starting.num_blocks
         blocks = manager.allocate_slots(hit, end, must_fit_tokens=room, chunk=chunk)
         if num_external:
             load = self._loading.begin(state, hit, blocks, num_external)

@@ -1,4 +1,4 @@
-"""Starting the requests that a step admits: rows, blocks and keys for all of them at once."""
+"""Starting the requests that a step admits: rows and keys, and most blocks, for all at once."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ class Starting:
     """What was admitted and has no row yet.
 
     Admitting one request costs the same array operations as admitting many, so they are collected,
-    and started together when the pass ends. Nobody may tell the difference: whoever is to share
-    blocks that a request which waits here will fill, or looks at rows or pool, calls `run` before,
-    and whoever takes blocks from the pool calls `allocate`.
+    and started together when the pass ends. Nobody may tell the difference: `find_hit` sees the
+    cache as if all had started, blocks that are taken for a hit come after theirs, and whoever
+    looks at rows calls `run` before.
 
     Args:
         core: the scheduler's state.
         plan: where to put those that start.
 
     Attributes:
-        num_blocks: how many blocks those that wait here have yet to take from the pool.
+        num_blocks: how many blocks those that wait here have yet to take from the pool; none once
+            `find_hit` has found something.
     """
 
     def __init__(self, core: Core, plan: Plan) -> None:
@@ -61,8 +62,9 @@ class Starting:
         self._plan = plan
         self._admitted = _Admitted()
         # Those without blocks: their places, and how many each is to have.
-        self._lacking: list[tuple[int, int]] = []
-        self._next_keys: set[bytes] = set()
+        self._without_blocks: list[tuple[int, int]] = []
+        # What they will publish.
+        self._keys_to_come: set[bytes] = set()
         self.num_blocks = 0
 
     def __len__(self) -> int:
@@ -74,7 +76,7 @@ class Starting:
         *,
         num_tokens: int,
         blocks: BlockIds = _NO_BLOCKS,
-        num_lacking: int = 0,
+        num_fresh_blocks: int = 0,
         num_computed: int = 0,
         num_hit_tokens: int = 0,
         num_published: int = 0,
@@ -85,23 +87,24 @@ class Starting:
             state: the request.
             num_tokens: tokens to compute in this step.
             blocks: int32, those it has.
-            num_lacking: how many must be allocated for it; only if it has none.
+            num_fresh_blocks: how many must be allocated for it, if it has none.
             num_computed: tokens whose KV is there.
             num_hit_tokens: tokens found in the local cache.
             num_published: blocks that have their keys already.
         """
         admitted = self._admitted
-        if num_lacking:
-            self._lacking.append((len(admitted.states), num_lacking))
-            self.num_blocks += num_lacking
+        if num_fresh_blocks:
+            assert not blocks.size
+            self._without_blocks.append((len(admitted.states), num_fresh_blocks))
+            self.num_blocks += num_fresh_blocks
         admitted.states.append(state)
         admitted.blocks.append(blocks)
         admitted.num_computed.append(num_computed)
         admitted.num_tokens.append(num_tokens)
         admitted.num_hit_tokens.append(num_hit_tokens)
         admitted.num_published.append(num_published)
-        # The chain of keys that it adds to the cache. Whoever shares any shares the first.
-        self._next_keys.update(state.sequence.keys[num_published : num_published + 1])
+        end = (num_computed + num_tokens) // self._core.manager.block_size
+        self._keys_to_come.update(state.sequence.keys[num_published:end])
         self._plan.token_budget -= num_tokens
 
     def find_hit(self, sequence: TokenSequence) -> PrefixHit:
@@ -109,39 +112,39 @@ class Starting:
         manager = self._core.manager
         hit = manager.get_computed_blocks(sequence)
         if hit.num_tokens and self.num_blocks:
-            # They may take the place of what was found.
-            self.allocate()
+            # Their blocks may evict what was found.
+            self._allocate()
             hit = manager.get_computed_blocks(sequence)
         end = hit.block_ids.size
         if (
-            self._next_keys
+            self._keys_to_come
             and end < manager.max_hit_blocks(sequence)
-            and sequence.keys[end] in self._next_keys
+            and sequence.keys[end] in self._keys_to_come
         ):
             self.run()
             hit = manager.get_computed_blocks(sequence)
         return hit
 
-    def allocate(self) -> None:
-        """Give blocks to all, in order, and leave the rest for later."""
+    def _allocate(self) -> None:
+        """Give blocks to all, in order; rows and keys come with `run`."""
         if self.num_blocks:
             fresh, end = self._core.manager.pool.allocate(self.num_blocks), 0
-            for place, num_blocks in self._lacking:
+            for place, num_blocks in self._without_blocks:
                 begin, end = end, end + num_blocks
                 self._admitted.blocks[place] = fresh[begin:end]
-            self._lacking.clear()
+            self._without_blocks.clear()
             self.num_blocks = 0
 
     def run(self) -> None:
         """Give rows, blocks and keys to all, in order."""
-        self.allocate()
+        self._allocate()
         admitted = self._admitted
         states, blocks = admitted.states, admitted.blocks
         if not states:
             return
         core, plan = self._core, self._plan
         self._admitted = _Admitted()
-        self._next_keys.clear()
+        self._keys_to_come.clear()
         rows = core.table.assign(states, admitted.num_computed, step=plan.step_id)
         befores = self._begin(admitted)
         core.record(lambda: self._take_back(admitted, rows, befores))
