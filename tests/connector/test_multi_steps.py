@@ -54,6 +54,28 @@ def test_orders_come_apart_again_and_can_be_made_again() -> None:
 
 
 @pytest.mark.usefixtures("quiet_log")
+def test_a_half_that_cannot_repeat_its_orders_keeps_nobody_else_from_it() -> None:
+    """After a step that failed; which load is whose is not said again, since it was called off."""
+    near, far, multi = two(match=5)
+    loading(multi, a_request())
+    near.meta, far.meta = "near orders", "far orders"
+    meta = multi.build_connector_meta(PLAN)
+    assert meta is not None
+    told: list[Any] = []
+
+    def broken(part: Any) -> None:
+        told.append(part)
+        raise OSError("broken")
+
+    near.step_failed, far.step_failed = broken, told.append  # type: ignore[method-assign]
+    multi.step_failed(meta)
+    assert told == ["near orders", "far orders"]
+    again = multi.build_connector_meta(PLAN)
+    assert again is not None
+    assert again.loads == {}
+
+
+@pytest.mark.usefixtures("quiet_log")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_orders_that_cannot_be_made_break_only_a_step_that_relies_on_them(is_async: bool) -> None:
     """The worker raises for lost synchronous loads; others run to their deadline."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scheduler_rig import Rig
+from scheduler_rig import Rig, draw
 
 from pdcore import FinishReason, Request
 from pdcore.connector.base import (
@@ -222,6 +222,52 @@ def test_orders_that_cannot_be_rebuilt_do_not_stop_a_plan_from_being_taken_back(
     rig.scheduler.abandon(rig.scheduler.schedule(), dispatched=hook == "step_failed")
     assert rig.ends() == {"other": FinishReason.LENGTH}
     assert f"{hook}() raised" in caplog.text
+
+
+@pytest.mark.parametrize("dispatched", [True, False])
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_load_within_a_step_that_failed_is_called_off_once(
+    dispatched: bool, is_aborted: bool
+) -> None:
+    """Whether or not its request still has the row; not if nobody saw the plan or its undoing."""
+    connector = Loads()
+    connector.is_async = False
+    rig = Rig(connector=connector)
+    rig.add("remote", prompt=range(4, 20))
+    plan = rig.scheduler.schedule()
+    if is_aborted:
+        rig.scheduler.abort_requests(["remote"])
+    rig.scheduler.abandon(plan, dispatched=dispatched)
+    is_exact = not (dispatched or is_aborted)
+    assert connector.cancelled == ([] if is_exact else connector.transfers)
+    rig.scheduler.check()
+
+
+def test_a_load_within_a_step_that_is_done_is_not_called_off_later() -> None:
+    """Neither by the failure of the next step, nor by the end of its request."""
+    connector = Loads()
+    connector.is_async = False
+    rig = Rig(connector=connector)
+    rig.add("remote", prompt=range(4, 20), max_tokens=9)
+    plan = rig.scheduler.schedule()
+    assert plan.num_computed_tokens.tolist() == [12]
+    rig.scheduler.update_from_output(plan, draw(plan))
+    rig.scheduler.abandon(rig.scheduler.schedule(), dispatched=True)
+    rig.scheduler.abort_requests(["remote"])
+    assert connector.cancelled == []
+
+
+def test_what_workers_reported_with_a_failed_step_is_known_before_orders_are_repeated() -> None:
+    """Else what they did would be said to them once more."""
+    connector, told = Loads(), []
+    connector.build_connector_meta = lambda output: "orders"  # type: ignore[method-assign]
+    connector.update_connector_output = told.append  # type: ignore[method-assign]
+    connector.step_failed = told.append  # type: ignore[method-assign]
+    rig = Rig(connector=connector)
+    rig.add("other")
+    report = TransferReport(finished_sending=("gone",))
+    rig.scheduler.abandon(rig.scheduler.schedule(), dispatched=True, transfer_report=report)
+    assert told == [report, "orders"]
 
 
 @pytest.mark.parametrize("transfer_id", ["same", [1], 7])

@@ -233,11 +233,12 @@ class SchedulerConnector(ABC):
         """``meta`` never reached a worker: say it again with the next plan."""
 
     def step_failed(self, meta: Any) -> None:  # noqa: B027
-        """The step of ``meta`` was dispatched and failed: the workers may have heard it or not.
+        """The step of ``meta`` was dispatched and failed: the workers may or may not have heard it.
 
-        The loads that it was to begin have been cancelled by now. Say again, with the next plan,
-        what must be heard and does no harm twice, as the end of a load that was cancelled before.
-        Without it, a load that no worker heard of ends with `cut_off`, after
+        The loads that the scheduler began in this step have been cancelled by now, and what the
+        workers reported with it was taken in. Say again, with the next plan, what must be heard and
+        does no harm twice, such as that a load was cancelled; and have what cannot be said twice
+        end. A load that is neither stays until its limit: ``Limits.load_timeout_s``, or, cancelled,
         ``Limits.quarantine_timeout_s``.
         """
 

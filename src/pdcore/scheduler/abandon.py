@@ -9,7 +9,7 @@ from pdcore.scheduler.core import Core
 from pdcore.scheduler.ending import fail
 from pdcore.scheduler.state import RequestState
 
-__all__ = ["count_lost_load", "take_back", "undo_exactly"]
+__all__ = ["count_lost_load", "take_back", "tell_connector", "undo_exactly"]
 
 _MAX_LOST_LOADS = 2
 
@@ -26,15 +26,21 @@ def take_back(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
         undo_exactly(core, output.step_id)
     else:
         _take_back_safely(core, output, dispatched=dispatched)
-    if core.connector is not None and output.connector_meta is not None:
-        connector = core.connector
-        hook = connector.step_failed if dispatched else connector.rebuild_connector_meta
-        try:
-            hook(output.connector_meta)
-        except Exception as error:
-            name = "step_failed" if dispatched else "rebuild_connector_meta"
-            core.complain(f"the connector's {name}() raised; what was lost times out", error)
     core.undo_is_exact = False
+
+
+def tell_connector(core: Core, output: SchedulerOutput, *, dispatched: bool) -> None:
+    """Let the connector say again what the workers do not know of a plan that was taken back.
+
+    What they reported with it must be taken in before, or that would be said again as well.
+    """
+    if core.connector is None or output.connector_meta is None:
+        return
+    name = "step_failed" if dispatched else "rebuild_connector_meta"
+    try:
+        getattr(core.connector, name)(output.connector_meta)
+    except Exception as error:
+        core.complain(f"the connector's {name}() raised; what the workers missed is lost", error)
 
 
 def undo_exactly(core: Core, step_id: int) -> None:
@@ -57,12 +63,12 @@ def _take_back_safely(core: Core, output: SchedulerOutput, *, dispatched: bool) 
     table.refresh(rows, needed=True)
     # What started in this step, or began to load, may share blocks that the step was to write.
     for row in rows[table.since_step[rows] == output.step_id][::-1].tolist():
-        state = table.state(row)
-        core.preempt(state)
-        if state.load is not None and state.load_step == output.step_id:
-            core.call_off(state.load.transfer)
-            if dispatched:
-                count_lost_load(core, state)
+        core.preempt(table.state(row))
+    # Those that loaded within the step may have lost their rows since, or have ended.
+    for state, transfer in core.synchronous_loads.pop(output.step_id, ()):
+        core.call_off(transfer)
+        if dispatched and not state.is_finished:
+            count_lost_load(core, state)
     for state in list(core.parked.values()):
         if state.load_step == output.step_id:
             core.restart(state)

@@ -311,7 +311,7 @@ class AdmissionPass:
             load = self._loading.begin(state, hit, blocks, num_external)
             if isinstance(load, Skip):
                 return load
-            self._loading.count(state, num_external)
+            self._loading.within_step(state, load, num_external)
         starting.add(
             state,
             blocks=blocks,

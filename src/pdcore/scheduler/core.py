@@ -66,6 +66,7 @@ class Core:
         departed: who had a row, by (row, epoch), while a draw of theirs is in flight.
         left_blocks: the blocks of rows that were taken while plans of theirs are in flight, by
             (row, epoch), with the newest of these plans.
+        synchronous_loads: loads that plans in flight do within their step, by step.
         finished_rows: rows given up since the last plan.
         outbox: finish events that no `StepResult` has carried; undelivered: their request ids.
         failing: requests that a hook failed for in the last plan; they end with the next one.
@@ -106,6 +107,7 @@ class Core:
     in_flight: list[SchedulerOutput] = attrs.field(factory=list)
     departed: dict[tuple[int, int], RequestState] = attrs.field(factory=dict)
     left_blocks: dict[tuple[int, int], tuple[int, BlockIds]] = attrs.field(factory=dict)
+    synchronous_loads: dict[int, list[tuple[RequestState, TransferKey]]] = attrs.field(factory=dict)
     finished_rows: list[int] = attrs.field(factory=list)
     outbox: list[RequestOutput] = attrs.field(factory=list)
     undelivered: set[str] = attrs.field(factory=set)

@@ -111,12 +111,16 @@ class Loading:
             fail_later(core, state, "undo_alloc", error)
             core.call_off(load.transfer)
 
-    def count(self, state: RequestState, num_tokens: int) -> None:
+    def within_step(self, state: RequestState, load: KVLoad, num_tokens: int) -> None:
+        """Note a load that is done when the step's result is in, and count its tokens."""
         core = self._core
+        step_id = core.step_id
+        core.synchronous_loads.setdefault(step_id, []).append((state, load.transfer))
         state.num_external_tokens += num_tokens
         core.counters.num_external_tokens += num_tokens
 
         def undo() -> None:
+            core.synchronous_loads.pop(step_id, None)
             state.num_external_tokens -= num_tokens
             core.counters.num_external_tokens -= num_tokens
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pdcore.answers import check_answer
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.connector.base import SchedulerConnector
-from pdcore.errors import InvalidRequest, OutputOrder, ReentrantCall
+from pdcore.errors import InvalidRequest, ReentrantCall
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.messages import (
     GrammarBitmask,
@@ -22,7 +22,7 @@ from pdcore.messages import (
     TransferReport,
 )
 from pdcore.request import FinishReason, Request, RequestStatus
-from pdcore.scheduler.abandon import count_lost_load, take_back, undo_exactly
+from pdcore.scheduler.abandon import count_lost_load, take_back, tell_connector, undo_exactly
 from pdcore.scheduler.admission import AdmissionPass
 from pdcore.scheduler.arrivals import Arrivals
 from pdcore.scheduler.asking import ask_stats, ask_wakeup, ask_whether_pending
@@ -48,7 +48,7 @@ from pdcore.scheduler.plan import Plan
 from pdcore.scheduler.policy import FCFS, SchedulingPolicy
 from pdcore.scheduler.running import RunningPass
 from pdcore.scheduler.table import RequestTable
-from pdcore.scheduler.validate import check_parts, refuse_mismatch
+from pdcore.scheduler.validate import check_parts, out_of_order, refuse_mismatch
 
 __all__ = ["UnifiedScheduler"]
 
@@ -211,7 +211,7 @@ class UnifiedScheduler(Scheduler):
         if core.is_busy:
             raise _reentrant("update_from_output")
         if not core.in_flight or core.in_flight[0] is not output:
-            raise _out_of_order(core, output, "the oldest", "results come in order, once each")
+            raise out_of_order(core, output, "the oldest", "results come in order, once each")
         is_in_order = refuse_mismatch(output, model_output)
         try:
             core.is_busy = True
@@ -220,6 +220,8 @@ class UnifiedScheduler(Scheduler):
             result = self._commit.run(output, model_output, is_in_order=is_in_order)
             if core.left_blocks:
                 core.forget_left_blocks(output.step_id)
+            if core.synchronous_loads:
+                core.synchronous_loads.pop(output.step_id, None)
         finally:
             core.is_busy = False
         if type(core.policy).observe is not SchedulingPolicy.observe:
@@ -241,7 +243,7 @@ class UnifiedScheduler(Scheduler):
         if core.is_busy:
             raise _reentrant("abandon")
         if not core.in_flight or core.in_flight[-1] is not output:
-            raise _out_of_order(core, output, "the newest", "abandon the newest first")
+            raise out_of_order(core, output, "the newest", "abandon the newest first")
         try:
             core.is_busy = True
             core.in_flight.pop()
@@ -249,6 +251,7 @@ class UnifiedScheduler(Scheduler):
             take_back(core, output, dispatched=dispatched)
             if transfer_report is not None:
                 self._take_report(transfer_report)
+            tell_connector(core, output, dispatched=dispatched)
         finally:
             core.is_busy = False
 
@@ -383,17 +386,3 @@ def _reentrant(name: str) -> ReentrantCall:
         f"{name}() was called by a hook of the very scheduler that waits for its answer: let the "
         f"hook return, and call {name}() afterwards"
     )
-
-
-def _out_of_order(core: Core, output: object, place: str, rule: str) -> OutputOrder:
-    """Why a plan's result, or its end, cannot be taken in now."""
-    if not isinstance(output, SchedulerOutput):
-        return OutputOrder(f"got a {type(output).__name__}: pass what schedule() returned")
-    known = {plan.step_id: plan for plan in core.in_flight}
-    if known.get(output.step_id, output) is not output:
-        return OutputOrder(
-            f"this plan of step {output.step_id} is a copy, or another scheduler's: pass the very "
-            "object that schedule() returned"
-        )
-    listed = ", ".join(map(str, known)) or "none is"
-    return OutputOrder(f"step {output.step_id} is not {place} in flight ({listed}); {rule}")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pdcore.checks import check_count, check_part
 from pdcore.clock import Clock
 from pdcore.connector.base import KVConnector, SchedulerConnector
-from pdcore.errors import ConfigError, InvalidRequest, OutputMismatch
+from pdcore.errors import ConfigError, InvalidRequest, OutputMismatch, OutputOrder
 from pdcore.kvcache.manager import KVCacheManager
 from pdcore.masks import all_set, any_set
 from pdcore.messages import ModelRunnerOutput, SchedulerOutput
@@ -20,7 +20,13 @@ from pdcore.scheduler.core import Core
 from pdcore.scheduler.grammar import GrammarBackend
 from pdcore.scheduler.policy import SchedulingPolicy
 
-__all__ = ["check_parts", "policy_key", "refuse_mismatch", "refuse_what_cannot_fit"]
+__all__ = [
+    "check_parts",
+    "out_of_order",
+    "policy_key",
+    "refuse_mismatch",
+    "refuse_what_cannot_fit",
+]
 
 _ZERO = np.array(0, np.int32)
 _FLOATS = (float, np.floating)
@@ -122,6 +128,20 @@ def _holds_nan(key: Any) -> bool:
     if isinstance(key, tuple):
         return any(map(_holds_nan, key))
     return isinstance(key, _FLOATS) and key != key
+
+
+def out_of_order(core: Core, output: object, place: str, rule: str) -> OutputOrder:
+    """Why a plan's result, or its end, cannot be taken in now."""
+    if not isinstance(output, SchedulerOutput):
+        return OutputOrder(f"got a {type(output).__name__}: pass what schedule() returned")
+    known = {plan.step_id: plan for plan in core.in_flight}
+    if known.get(output.step_id, output) is not output:
+        return OutputOrder(
+            f"this plan of step {output.step_id} is a copy, or another scheduler's: pass the very "
+            "object that schedule() returned"
+        )
+    listed = ", ".join(map(str, known)) or "none is"
+    return OutputOrder(f"step {output.step_id} is not {place} in flight ({listed}); {rule}")
 
 
 def refuse_mismatch(output: SchedulerOutput, result: ModelRunnerOutput) -> bool:

@@ -175,15 +175,30 @@ class PullDesk:
             else:
                 self._queue_read(pull)
                 self._notify()
-        self.retake_ends(meta)
+        self.repeat_cancels(meta)
 
-    def retake_ends(self, meta: NixlMeta) -> None:
-        """Which loads and peers are to end may not have been heard: say it again."""
+    def repeat_cancels(self, meta: NixlMeta) -> None:
+        """The workers may have missed these cancellations and cut-offs: order them again."""
         for transfer in meta.cancels:
             if self._is_reading(transfer):
                 self._orders.cancel(transfer)
+        reading = {
+            pull.params.peer_id
+            for pull in self._by_transfer.values()
+            if pull.state is PullState.READING
+        }
         for order in meta.cut_offs:
-            self._orders.cut_off(order.peer_id, order.cause)
+            if order.peer_id in reading:
+                self._orders.cut_off(order.peer_id, order.cause)
+
+    def end_reads(self, meta: NixlMeta) -> None:
+        """The workers may have missed these reads, and none may begin twice: have them end.
+
+        A worker answers for a read that it never heard of as for one that it stops.
+        """
+        for task in meta.reads:
+            if self._is_reading(task.transfer):
+                self._orders.cancel(task.transfer)
 
     def hear_report(self, report: TransferReport) -> None:
         """Take what the workers say: a load that is all there still needs the peer's word."""

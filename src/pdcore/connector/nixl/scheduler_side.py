@@ -274,7 +274,8 @@ class NixlSchedulerConnector(SchedulerConnector):
         self._parts.pushes.retake(meta.pushes)
 
     def step_failed(self, meta: NixlMeta) -> None:
-        self._parts.pulls.retake_ends(meta)
+        self._parts.pulls.end_reads(meta)
+        self._parts.pulls.repeat_cancels(meta)
 
     def request_finished(
         self, request: Request, uid: int, blocks: FinishedBlocks

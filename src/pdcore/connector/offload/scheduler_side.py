@@ -199,7 +199,7 @@ class OffloadSchedulerConnector(SchedulerConnector):
         self._cancelled[:0] = meta.cancelled
 
     def step_failed(self, meta: OffloadMeta) -> None:
-        # Blocks that were not saved are found out when they are loaded; these would not be.
+        # A lost save is found out when it is loaded; a lost reset or cancellation is not.
         if meta.num_resets:
             self._is_reset_told = False
         self._cancelled[:0] = [transfer for transfer in meta.cancelled if transfer in self._loads]

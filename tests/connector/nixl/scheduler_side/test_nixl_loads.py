@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import attrs
 import pytest
 from nixl_engines import until
 from nixl_halves import Half, decode_request, sent_by
@@ -167,7 +166,23 @@ def test_ends_that_may_be_lost_are_said_again(prefill: Half, decode: Half) -> No
     assert again.cut_offs == meta.cut_offs
     decode.workers_say(finished=load)
     decode.until_event()
-    decode.connector.step_failed(attrs.evolve(again, cut_offs=()))
+    decode.connector.step_failed(again)
+    assert decode.plan() is None
+
+
+def test_a_read_whose_step_failed_ends_and_is_not_begun_twice(prefill: Half, decode: Half) -> None:
+    """The workers may have missed it, though its request has waited since an earlier step."""
+    request = decode_request(prefill.ticket())
+    load = decode.load(request, decode.add(request))
+    reading = decode.plan_with_read()
+    decode.connector.step_failed(reading)
+    meta = decode.plan()
+    assert meta is not None
+    assert (meta.reads, set(meta.cancels)) == ((), {load.transfer})
+    decode.workers_say(failed=load)
+    decode.until_event()
+    assert [failure.transfer for failure in decode.failed] == [load.transfer]
+    decode.connector.step_failed(reading)
     assert decode.plan() is None
 
 
