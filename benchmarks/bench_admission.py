@@ -20,7 +20,7 @@ def main() -> None:
                 "num_tokens": num_tokens,
                 "cached": cached,
                 "at_once": at_once,
-                "count": (100 if num_tokens < 1000 else 20) if at_once == 1 else 10 * at_once,
+                "steps": 10 if at_once > 1 else 100 if num_tokens < 1000 else 20,
                 "seed": arguments.seed,
             },
         )

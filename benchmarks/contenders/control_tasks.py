@@ -113,15 +113,15 @@ def churn(
 
 
 def admission(
-    make: MakeEngine, *, num_tokens: int, cached: bool, at_once: int, count: int, seed: int
+    make: MakeEngine, *, num_tokens: int, cached: bool, at_once: int, steps: int, seed: int
 ) -> dict[str, float]:
     """From a request's making to its first token, the key hashing included, per request.
 
-    So many of them arrive in each step, and nothing else runs.
+    ``at_once`` of them arrive in each step, and nothing else runs.
     """
     engine = make(
         num_seqs=max(at_once, 8),
-        num_blocks=(count + 2) * (num_tokens // BLOCK_SIZE + 2),
+        num_blocks=(steps * at_once + 2) * (num_tokens // BLOCK_SIZE + 2),
         caching=True,
         budget=at_once * num_tokens + 8,
         max_len=num_tokens + 8,
@@ -131,7 +131,7 @@ def admission(
     engine.add(shared, 1)
     engine.step()
     times = StepTimes()
-    for _ in range(count // at_once):
+    for _ in range(steps):
         arrivals = [list(shared) if cached else next(source) for _ in range(at_once)]
         _timed_arrival(engine, arrivals, 1, times)
         if engine.has_requests():

@@ -243,8 +243,8 @@ def test_a_load_within_a_step_that_failed_is_called_off_once(
     rig.scheduler.check()
 
 
-def test_a_load_within_a_step_that_is_done_is_not_called_off_later() -> None:
-    """Neither by the failure of the next step, nor by the end of its request."""
+def test_a_load_within_a_step_that_is_done_is_forgotten() -> None:
+    """Neither the failure of the next step calls it off, nor the end of its request."""
     connector = Loads()
     connector.is_async = False
     rig = Rig(connector=connector)
@@ -255,6 +255,7 @@ def test_a_load_within_a_step_that_is_done_is_not_called_off_later() -> None:
     rig.scheduler.abandon(rig.scheduler.schedule(), dispatched=True)
     rig.scheduler.abort_requests(["remote"])
     assert connector.cancelled == []
+    assert rig.scheduler._core.synchronous_loads == {}
 
 
 def test_what_workers_reported_with_a_failed_step_is_known_before_orders_are_repeated() -> None:
