@@ -16,8 +16,10 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
+from pdcore.connector.base import ConnectorEvents, ExternalMatch, KVLoad
+from pdcore.connector.null import NullSchedulerConnector
 from pdcore.kvcache import KVCacheConfig
-from pdcore.messages import ModelRunnerOutput, SchedulerOutput
+from pdcore.messages import ModelRunnerOutput, SchedulerOutput, TransferKey
 from pdcore.testing import FakeKVRunner
 from pdcore.testing.drive import Driver
 
@@ -53,11 +55,47 @@ class Rig:
         return {name: got.finish_reason for name, got in self.driver.run().items()}
 
 
-def draw(output: SchedulerOutput) -> ModelRunnerOutput:
+class RemoteConnector(NullSchedulerConnector):
+    """Has two blocks of 4 tokens of every request that asks for a load, "async" or "sync".
+
+    Attributes:
+        loads: asynchronous ones under way.
+        events: what it says next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[TransferKey] = []
+        self.events = ConnectorEvents()
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_local_tokens: int
+    ) -> ExternalMatch | None:
+        wanted = (request.kv_transfer_params or {}).get("load")
+        num_tokens = 0 if wanted is None else max(8 - num_local_tokens, 0)
+        return ExternalMatch(num_tokens=num_tokens, is_async=wanted == "async")
+
+    def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
+        if (request.kv_transfer_params or {}).get("load") == "async":
+            self.loads.append(load.transfer)
+
+    def undo_alloc(self, request: Request, load: KVLoad) -> None:
+        self.loads = [transfer for transfer in self.loads if transfer != load.transfer]
+
+    def end_loads(self) -> None:
+        """Say that all loads under way are there."""
+        self.events, self.loads = ConnectorEvents(finished_recving=tuple(self.loads)), []
+
+    def take_events(self) -> ConnectorEvents:
+        events, self.events = self.events, ConnectorEvents()
+        return events
+
+
+def draw(output: SchedulerOutput, *, lowest: int = 0) -> ModelRunnerOutput:
     """A token for every row that draws one, from nobody's KV; two of them are all there are."""
     rows = output.rows[output.samples]
     return ModelRunnerOutput(
         rows=rows,
         epochs=output.epochs[output.samples],
-        sampled_token_ids=((rows + output.step_id) % 2).astype(np.int32)[:, None],
+        sampled_token_ids=(lowest + (rows + output.step_id) % 2).astype(np.int32)[:, None],
     )

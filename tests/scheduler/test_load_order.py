@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_rig import draw
+from scheduler_rig import RemoteConnector, draw
 
 from pdcore import (
     FCFS,
@@ -19,28 +19,10 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
-from pdcore.connector.base import ConnectorEvents, ExternalMatch
-from pdcore.connector.null import NullSchedulerConnector
+from pdcore.connector.base import ConnectorEvents
 from pdcore.messages import LoadFailure, TransferKey
 
 NAMES = ["a", "b", "c", "d", "e"]
-
-
-class RemoteConnector(NullSchedulerConnector):
-    """Has the first block of every request, and says what it is told to say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events = ConnectorEvents()
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_local_tokens: int
-    ) -> ExternalMatch | None:
-        return ExternalMatch(num_tokens=4 - num_local_tokens, is_async=True)
-
-    def take_events(self) -> ConnectorEvents:
-        events, self.events = self.events, ConnectorEvents()
-        return events
 
 
 def order_of_starts(scheduler: UnifiedScheduler) -> list[str]:
@@ -69,10 +51,14 @@ def test_requests_go_on_in_the_order_of_their_queue_not_of_their_loads(
     )
     transfers = {}
     for place, name in enumerate(NAMES):
-        sampling = SamplingParams(max_tokens=2)
-        prompt = range(10 * place, 10 * place + 6)
-        handle = scheduler.add_request(Request(name, prompt, sampling=sampling, priority=-place))
-        transfers[name] = TransferKey(handle.uid, attempt=1)
+        request = Request(
+            name,
+            range(10 * place, 10 * place + 10),
+            sampling=SamplingParams(max_tokens=2),
+            priority=-place,
+            kv_transfer_params={"load": "async"},
+        )
+        transfers[name] = TransferKey(scheduler.add_request(request).uid, attempt=1)
     scheduler.update_from_output(output := scheduler.schedule(), draw(output))
     assert scheduler.stats().num_parked == len(NAMES)
     connector.events = ConnectorEvents(

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_rig import draw
+from scheduler_rig import RemoteConnector, draw
 
 from pdcore import (
     FCFS,
@@ -25,10 +25,8 @@ from pdcore import (
     UnifiedScheduler,
     VirtualClock,
 )
-from pdcore.connector.base import ConnectorEvents, ExternalMatch, KVLoad
-from pdcore.connector.null import NullSchedulerConnector
 from pdcore.kvcache import PrefixHasher
-from pdcore.messages import SchedulerOutput, TransferKey
+from pdcore.messages import SchedulerOutput
 from pdcore.scheduler.starting import Starting
 
 BLOCK_SIZE = 4
@@ -42,37 +40,6 @@ class AtOnce(Starting):
     def add(self, *args: Any, **kwargs: Any) -> None:
         super().add(*args, **kwargs)
         self.run()
-
-
-class RemoteConnector(NullSchedulerConnector):
-    """Has two blocks of every request that says so; its loads end when they are told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[TransferKey] = []
-        self.done: tuple[TransferKey, ...] = ()
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_local_tokens: int
-    ) -> ExternalMatch | None:
-        wanted = (request.kv_transfer_params or {}).get("load")
-        num_tokens = 0 if wanted is None else max(2 * BLOCK_SIZE - num_local_tokens, 0)
-        return ExternalMatch(num_tokens=num_tokens, is_async=wanted == "async")
-
-    def update_state_after_alloc(self, request: Request, load: KVLoad) -> None:
-        if (request.kv_transfer_params or {}).get("load") == "async":
-            self.loads.append(load.transfer)
-
-    def undo_alloc(self, request: Request, load: KVLoad) -> None:
-        self.loads = [transfer for transfer in self.loads if transfer != load.transfer]
-
-    def end_loads(self) -> None:
-        """Say that all loads under way are there."""
-        self.done, self.loads = tuple(self.loads), []
-
-    def take_events(self) -> ConnectorEvents:
-        done, self.done = self.done, ()
-        return ConnectorEvents(finished_recving=done)
 
 
 class Pair:

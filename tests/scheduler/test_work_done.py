@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scheduler_rig import draw
 
 from pdcore import KVCacheManager, Limits, LRUBlockPool, Request, SamplingParams, UnifiedScheduler
-from pdcore.messages import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE = 16
 
@@ -46,22 +46,13 @@ class Counted:
         try:
             output = self.scheduler.schedule()
             sys.setprofile(None)
-            result = drawn(output)
+            result = draw(output, lowest=10)
             sys.setprofile(count)
             self.scheduler.update_from_output(output, result)
         finally:
             sys.setprofile(None)
             gc.enable()
         return calls
-
-
-def drawn(output: SchedulerOutput) -> ModelRunnerOutput:
-    rows = output.rows[output.samples]
-    return ModelRunnerOutput(
-        rows=rows,
-        epochs=output.epochs[output.samples],
-        sampled_token_ids=(rows + 10).astype(np.int32)[:, None],
-    )
 
 
 @pytest.mark.parametrize("caching", [True, False])

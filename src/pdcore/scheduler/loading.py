@@ -137,10 +137,8 @@ class Loading:
             return False
         state = list(core.landed)[-1]
         before = (state.block_ids, state.num_computed_tokens, state.ask_connector)
-        core.landed.remove(state)
-        core.drop_blocks(state)
+        core.restart(state)
         state.ask_connector = False
-        core.waiting.put_back(state)
 
         def undo() -> None:
             core.waiting.remove(state)

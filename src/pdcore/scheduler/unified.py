@@ -315,9 +315,7 @@ class UnifiedScheduler(Scheduler):
         for row in core.table.running[::-1].tolist():
             core.preempt(core.table.state(row))
         for state in list(core.landed):
-            core.landed.remove(state)
-            core.drop_blocks(state)
-            core.waiting.put_back(state)
+            core.restart(state)
         if not core.manager.pool.reset():
             return False
         if core.connector is not None:
